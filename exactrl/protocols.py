@@ -1,0 +1,77 @@
+"""What the loop needs from an engine, a trainer and a task, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from exactrl.types import Completion, EngineStats, Prompt, Request, Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    LogprobArray = NDArray[np.float32]
+    NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class RolloutEngine(Protocol):
+    """Generates. A completion depends on weights, contract, prompt, params and noise key only."""
+
+    weight_version: int
+    stats: EngineStats
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions in request order. Raises RequestError for a request that can never fit, before any work."""
+        ...
+
+    def load_weights(self, weights: NamedTensors, version: int) -> str:
+        """Replaces all compute weights (Hugging Face names) and returns the compute digest of what kernels now read."""
+        ...
+
+
+# Called with ("train" | "rescore", weight version, samples, one float32 array of logprobs per sample).
+Observer = Callable[[str, int, "Sequence[Sample]", "Sequence[LogprobArray]"], None]
+
+
+class Trainer(Protocol):
+    """Updates weights from samples."""
+
+    version: int
+
+    def step(self, samples: Sequence[Sample], *, audit: bool, observe: Observer) -> dict[str, float]:
+        """One RL step: `minibatches` optimizer updates. Every gradient forward made at the samples' own version is
+        passed to `observe` before the first optimizer step; on an audited step all samples are re-scored and observed
+        too. `observe` may raise to stop the step before weights change. Returns the `train/...` metrics."""
+        ...
+
+    def score(self, samples: Sequence[Sample]) -> list[LogprobArray]:
+        """Logprobs of every response token under the current weights, at each sample's own temperature."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Compute weights under their Hugging Face names, in model order."""
+        ...
+
+    def master_digest(self) -> str: ...
+
+    def compute_digest(self) -> str: ...
+
+
+class Task(Protocol):
+    """Prompts and rewards."""
+
+    def train_prompts(self, step: int, count: int) -> list[Prompt]:
+        """The prompts of one step; a pure function of the run's seed and `step`."""
+        ...
+
+    def eval_prompts(self) -> dict[str, list[Prompt]]:
+        """Held-out prompts per table name."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def reward(self, prompt: Prompt, sample: Sample) -> float:
+        """A finite number; sample.text is set."""
+        ...
