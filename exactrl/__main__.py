@@ -1,0 +1,7 @@
+"""`python -m exactrl` is `exactrl`."""
+
+import sys
+
+from exactrl.cli import main
+
+sys.exit(main())

@@ -1,0 +1,151 @@
+"""Rows of `exactrl generate`: prompts read from a file, an argument or stdin; responses written as JSONL."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exactrl.errors import DataError, EnvironmentProblem, NonFiniteError, UsageError
+from exactrl.tasks.files import Row, read_rows
+
+PromptRow = tuple[str, str | list[int]]
+
+
+def read_prompts(argument: str | None, file: str | None) -> list[PromptRow]:
+    """(id, text or token ids) of each prompt; ids are unique, by default the row's number from 0.
+
+    Raises UsageError where there is no prompt or more than one source, DataError naming file, row and key.
+    """
+    if argument is not None and file is not None:
+        raise UsageError("give a prompt or --prompts FILE, not both")
+    if file is not None:
+        return _from_rows(read_rows(file))
+    if argument is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError("no prompt: give one as an argument, with --prompts FILE, or on stdin")
+        argument = _read_stdin()
+    if not argument or not _is_unicode(argument):
+        raise UsageError("the prompt is empty" if not argument else "the prompt is not valid UTF-8 text")
+    return [("0", argument)]
+
+
+def _is_unicode(text: str) -> bool:
+    """False for a text with lone surrogates, which no tokenizer takes: `\\ud800` in JSON, or undecodable arguments."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"stdin: not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _from_rows(rows: list[Row]) -> list[PromptRow]:
+    seen: dict[str, str] = {}
+    prompts: list[PromptRow] = []
+    for row in rows:
+        name = _id(row)
+        if name in seen:
+            raise DataError(f"{row.where}, key 'id': {name!r} was already used at {seen[name]}")
+        seen[name] = row.where
+        prompts.append((name, _prompt(row)))
+    return prompts
+
+
+def _id(row: Row) -> str:
+    value = row.value.get("id", row.index)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"{row.where}, key 'id': must be a text that is not empty or an integer, not {value!r}")
+    if not _is_unicode(str(value)):
+        raise DataError(f"{row.where}, key 'id': is not valid Unicode: {value!a:.80}")
+    return str(value)
+
+
+def _prompt(row: Row) -> str | list[int]:
+    given = [key for key in ("prompt", "prompt_token_ids") if key in row.value]
+    if len(given) != 1:
+        found = "both" if given else "neither"
+        raise DataError(f"{row.where}: needs one of the keys 'prompt' and 'prompt_token_ids', and has {found}")
+    value = row.value[given[0]]
+    if given[0] == "prompt":
+        if not isinstance(value, str) or not value:
+            raise DataError(f"{row.where}, key 'prompt': must be a text that is not empty, not {value!r:.80}")
+        if not _is_unicode(value):
+            raise DataError(f"{row.where}, key 'prompt': is not valid Unicode: {value!a:.80}")
+        return value
+    if not isinstance(value, list) or not value or any(type(token) is not int or token < 0 for token in value):
+        raise DataError(
+            f"{row.where}, key 'prompt_token_ids': must be a list, not empty, of integers of at least 0, "
+            f"not {value!r:.80}"
+        )
+    return value
+
+
+def row_line(row: dict[str, Any]) -> str:
+    """One response as a line of JSON. `logprob_bits` are the float32 bit patterns, 8 hex digits each.
+
+    Raises NonFiniteError for a logprob that is NaN or infinite.
+    """
+    logprobs = np.asarray(row["logprobs"], dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        position = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise NonFiniteError(
+            f"prompt {row['id']!r}, sample {row['sample']}: logprob {position} is {logprobs[position]}"
+        )
+    return json.dumps(
+        {
+            "id": row["id"],
+            "sample": int(row["sample"]),
+            "token_ids": [int(token) for token in row["token_ids"]],
+            "text": row["text"],
+            "logprobs": [float(value) for value in logprobs],
+            "logprob_bits": [f"{bits:08x}" for bits in logprobs.view(np.uint32)],
+            "finish_reason": row["finish_reason"],
+        },
+        ensure_ascii=False,
+        allow_nan=False,
+    )
+
+
+@contextmanager
+def open_output(out: Path | None) -> Iterator[Callable[[str], None]]:
+    """Gives a function that writes one line, to stdout or to a file that appears only when it is complete.
+
+    The file is written beside its target and renamed; on any error the target keeps what it had. Raises UsageError or
+    EnvironmentProblem, before any work, for a target that cannot be written.
+    """
+    if out is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8 whatever the locale
+        yield lambda line: print(line, flush=True)
+        return
+    target = Path(os.path.realpath(out))
+    if target.is_dir():
+        raise UsageError(f"--out {out} is a folder; give a file")
+    # A pipe or a device cannot be renamed over.
+    part = (
+        target if target.exists() and not target.is_file() else target.with_name(f".{target.name}.{os.getpid()}.part")
+    )
+    try:
+        stream = part.open("w", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise EnvironmentProblem(f"--out {out} cannot be written: {error.strerror}") from error
+    try:
+        with stream:
+            yield lambda line: print(line, file=stream)
+            stream.flush()
+        if part != target:
+            os.replace(part, target)
+    except BaseException:
+        if part != target:
+            part.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,30 @@
+"""Every setting of a run, typed, frozen and complete after parsing. Importing this room loads no torch."""
+
+from exactrl.config.explain import describe
+from exactrl.config.recipe import find_recipe, load_recipe, make_config, to_toml
+from exactrl.config.settings import (
+    Config,
+    ContractConfig,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "Config",
+    "ContractConfig",
+    "DataConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainConfig",
+    "describe",
+    "find_recipe",
+    "load_recipe",
+    "make_config",
+    "to_toml",
+]

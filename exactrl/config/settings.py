@@ -1,0 +1,276 @@
+"""The settings themselves: one frozen class per recipe section, each key with its type, limits and meaning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from exactrl.contract import CONTRACTS
+
+
+def _refuse(allowed: Callable[[Any], bool], reason: str | Mapping[Any, str]) -> AfterValidator:
+    """Validator for values that have the right type but that this version cannot honour.
+
+    `reason` says why and what to use instead; a mapping gives one reason per value, "" for any other value.
+    """
+
+    def check(value: Any) -> Any:
+        if allowed(value):
+            return value
+        raise ValueError(reason if isinstance(reason, str) else reason.get(value, reason[""]))
+
+    return AfterValidator(check)
+
+
+def _one_today(what: str) -> AfterValidator:
+    return _refuse(lambda value: value == 1, f"{what} is not built yet; use 1")
+
+
+def _reward_known(name: str) -> bool:
+    return name == "arithmetic" or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
+
+
+_REWARD_CHOICES = 'use "arithmetic", or "module:function" to name a Python function of your own'
+_RESERVED_REWARD = f"the math graders are not built yet; {_REWARD_CHOICES}"
+
+Text = Annotated[str, Field(min_length=1)]
+Whole = Annotated[int, Field(ge=0)]  # 0 has a meaning of its own, given in the description
+Count = Annotated[int, Field(ge=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A frozen table. Strict: no bool as a number, no number as text, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: Text = Field(description='Model folder in Hugging Face layout, or "bundled:tiny".')
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Storage type of the compute weights."
+    )
+
+
+class ContractConfig(Section):
+    name: Annotated[str, _refuse(CONTRACTS.__contains__, f"unknown contract; known: {', '.join(CONTRACTS)}")] = Field(
+        default="exact-v1", description="Numerics contract that fixes the bits of every logprob."
+    )
+    true_on_policy: bool = Field(
+        default=True, description="Rollout and trainer must agree to the last bit; a differing token stops the run."
+    )
+    k_leaves: Annotated[Count, _refuse(lambda n: n & (n - 1) == 0, "must be a power of two")] = Field(
+        default=1, description="Leaves that row-parallel linears are cut into; a power of two."
+    )
+    residual_dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Type of the residual stream; a float32 model always has a float32 one."
+    )
+
+
+class DataConfig(Section):
+    train: Text = Field(description="Training prompts: a data file, optionally `path@[a:b]`, or a `bundled:` name.")
+    eval: dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Text] = Field(
+        default_factory=dict, description="Held-out sets, a table of name = path; metrics are `eval/<name>/mean`."
+    )
+    prompt_key: Text = Field(default="prompt", description="Column that holds the prompt.")
+    label_key: str = Field(
+        default="label", description="Column with the answer the reward compares with; empty = none."
+    )
+    id_key: str = Field(default="", description="Column that holds a unique id; empty = the row number.")
+    apply_chat_template: Annotated[
+        bool, _refuse(lambda on: not on, "chat templates are not built yet; render prompts into text and use false")
+    ] = Field(default=False, description="Render prompts with the chat template of the tokenizer.")
+    enable_thinking: bool = Field(default=False, description="Passed to the chat template; unused without one.")
+    max_prompt_tokens: Count = Field(default=1024, description="Longest prompt, in tokens.")
+    overlong_prompts: Literal["error", "filter"] = Field(
+        default="error",
+        description="What to do with longer prompts: stop before training, or leave them out and count them.",
+    )
+    shuffle: bool = Field(default=True, description="Shuffle prompts each epoch, from `rollout.seed`.")
+    dedupe: bool = Field(default=False, description="Keep only the first of rows with the same prompt.")
+
+
+class RewardConfig(Section):
+    name: Annotated[
+        str,
+        _refuse(lambda name: name not in ("math", "dapo"), _RESERVED_REWARD),
+        _refuse(_reward_known, f"unknown reward; {_REWARD_CHOICES}"),
+    ] = Field(default="arithmetic", description='Reward function: "arithmetic", or "module:function" for your own.')
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=5.0, description="Time limit for one response, in seconds."
+    )
+    on_error: Literal["stop", "zero", "drop"] = Field(
+        default="stop",
+        description="When a reward fails: stop the run, count it as 0, or drop the sample; always counted.",
+    )
+
+
+class RolloutConfig(Section):
+    backend: Annotated[
+        str,
+        _refuse(
+            lambda name: name == "native",
+            {"sglang": 'the SGLang backend is not built yet; use "native"', "": 'must be "native"'},
+        ),
+    ] = Field(default="native", description="Engine that generates responses.")
+    prompts_per_step: Count = Field(description="Prompts drawn for each step.")
+    samples_per_prompt: Count = Field(description="Responses sampled for each prompt; their group sets the baseline.")
+    max_new_tokens: Count = Field(description="Longest response, in tokens.")
+    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Sampling temperature.")
+    stop_token_ids: tuple[Whole, ...] = Field(
+        default=(), description="Token ids that end a response; empty = the model's own."
+    )
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+        default=0, description="Seed of sampling and of data order."
+    )
+    max_concurrent: Count = Field(default=256, description="Most sequences decoded together; never changes a bit.")
+    kv_tokens: Whole = Field(
+        default=0, description="Size of the KV cache, in tokens; 0 = what fits. Never changes a bit."
+    )
+    chunk_tokens: Count = Field(default=2048, description="Most tokens of one engine step; never changes a bit.")
+    tensor_parallel: Annotated[Count, _one_today("tensor parallelism")] = Field(
+        default=1, description="Devices that share one engine."
+    )
+
+
+class TrainConfig(Section):
+    backend: Annotated[
+        str,
+        _refuse(
+            lambda name: name == "single",
+            {
+                "fsdp": 'sharded training is not built yet; use "single" (one process)',
+                "megatron": 'the Megatron backend is not built yet; use "single" (one process)',
+                "": 'must be "single"',
+            },
+        ),
+    ] = Field(default="single", description='Trainer: "single" is one process on one device.')
+    algorithm: Annotated[str, _refuse(lambda name: name == "grpo", 'the only algorithm today is "grpo"')] = Field(
+        default="grpo", description="How advantages are made from rewards."
+    )
+    lr: Annotated[float, Field(ge=0)] = Field(description="Learning rate of AdamW.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Decoupled weight decay of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Decay rates of the two moments of AdamW.")
+    grad_clip: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest global gradient norm.")
+    minibatches: Count = Field(default=1, description="Optimizer updates per step; must divide the samples of a step.")
+    max_tokens_per_microbatch: Count = Field(
+        default=8192, description="Tokens packed into one forward and backward pass."
+    )
+    loss_aggregation: Literal["token-mean", "sequence-mean"] = Field(
+        default="token-mean", description="Average over all response tokens, or over responses."
+    )
+    clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.2, description="Ratios are clipped below 1 - clip_low."
+    )
+    clip_high: Annotated[float, Field(ge=0)] = Field(
+        default=0.28, description="Ratios are clipped above 1 + clip_high."
+    )
+    kl_coef: Annotated[
+        float,
+        Field(ge=0),
+        _refuse(lambda coef: coef == 0, "the KL penalty needs a reference policy, which is not built yet; use 0"),
+    ] = Field(default=0.0, description="Weight of the KL penalty against the reference policy.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="Estimator of that KL; unused while it is 0."
+    )
+    dynamic_sampling: Annotated[
+        bool, _refuse(lambda on: not on, "redrawing groups of equal rewards is not built yet; use false")
+    ] = Field(default=False, description="Redraw prompts whose samples all have the same reward.")
+    tensor_parallel: Annotated[Count, _one_today("tensor parallelism")] = Field(
+        default=1, description="Devices per layer."
+    )
+    context_parallel: Annotated[Count, _one_today("context parallelism")] = Field(
+        default=1, description="Devices per sequence."
+    )
+    pipeline_parallel: Annotated[Count, _one_today("pipeline parallelism")] = Field(
+        default=1, description="Pipeline stages."
+    )
+    activation_checkpointing: Annotated[
+        str, _refuse(lambda mode: mode == "none", 'activation checkpointing is not built yet; use "none"')
+    ] = Field(default="none", description="Recompute activations in the backward pass.")
+
+
+class RunConfig(Section):
+    steps: Count = Field(description="RL steps.")
+    eval_every: Whole = Field(default=0, description="Steps between evaluations on `data.eval`; 0 = never.")
+    checkpoint_every: Whole = Field(default=0, description="Steps between checkpoints; 0 = only at the end.")
+    keep_checkpoints: Count = Field(default=3, description="Newest checkpoints kept.")
+    audit_every: Whole = Field(default=10, description="Steps between audits that score every sample again; 0 = never.")
+    out: Text = Field(default="runs/default", description="Run folder.")
+    trackers: Annotated[
+        tuple[Text, ...], _refuse(lambda names: not names, "no tracker is built yet; use [] and read metrics.jsonl")
+    ] = Field(default=(), description="Experiment trackers besides the run folder.")
+
+
+def disagreements(values: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
+    """Settings that are fine alone and wrong together, as (keys, message).
+
+    `values` maps "section.key" to a valid value; a rule whose keys are not all there is left out.
+    """
+    problems = []
+    for keys, rule in _RULES.items():
+        if all(key in values for key in keys) and (text := rule(*(values[key] for key in keys))):
+            problems.append((keys, text))
+    return problems
+
+
+def _minibatches_divide(prompts: int, samples: int, minibatches: int) -> str:
+    total = prompts * samples
+    if total % minibatches == 0:
+        return ""
+    return (
+        f"train.minibatches = {minibatches} does not divide the {total} samples of a step "
+        f"(rollout.prompts_per_step {prompts} x rollout.samples_per_prompt {samples})"
+    )
+
+
+def _group_has_baseline(algorithm: str, samples: int) -> str:
+    if algorithm != "grpo" or samples > 1:
+        return ""
+    return (
+        f"rollout.samples_per_prompt = {samples} gives no learning signal with grpo: the advantage of a sample is its "
+        "distance to its group's mean, and a group of one is its own mean; use 2 or more"
+    )
+
+
+def _eval_has_data(every: int, tables: Mapping[str, str]) -> str:
+    if every == 0 or tables:
+        return ""
+    return f"run.eval_every = {every} but data.eval is empty; name a held-out set in [data.eval] or use 0"
+
+
+_RULES: dict[tuple[str, ...], Callable[..., str]] = {
+    ("rollout.prompts_per_step", "rollout.samples_per_prompt", "train.minibatches"): _minibatches_divide,
+    ("train.algorithm", "rollout.samples_per_prompt"): _group_has_baseline,
+    ("run.eval_every", "data.eval"): _eval_has_data,
+}
+
+
+class Config(Section):
+    """A whole run. Built by `load_recipe` or `make_config`, which explain problems in the user's terms."""
+
+    model: ModelConfig
+    contract: ContractConfig = ContractConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig
+    train: TrainConfig
+    run: RunConfig
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        values = {f"{section}.{key}": value for section, table in self for key, value in table}
+        if problems := disagreements(values):
+            raise ValueError("\n".join(text for _, text in problems))
+        return self
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
+FIELDS = {f"{section}.{key}": field for section, table in SECTIONS.items() for key, field in table.model_fields.items()}
