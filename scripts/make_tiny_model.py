@@ -42,7 +42,7 @@ A character-level Qwen3 of {parameters:,} parameters for the arithmetic task (`e
 
 with seed {seed}: {steps} steps of supervised warm-up, {batch} demonstrations each, in which a carry is forgotten with
 probability {p_forget:g}. That is on purpose: the model can add, but has a bad habit that reinforcement learning
-removes. The weights are stored in bf16. Another machine or torch version gives other weights of the same quality.
+removes. The weights are stored in bf16. Another machine or torch version may give slightly different weights.
 
 Results on the {num_heldout} held-out problems (`exactrl/assets/arithmetic/heldout.jsonl`), weights as stored:
 
@@ -245,10 +245,10 @@ def write_readme(folder: Path, tokenizer: Tokenizer, loss: float, args: argparse
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--p-right", type=float, default=0.3)
+    parser.add_argument("--p-right", type=float, default=0.2)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "exactrl" / "assets")
     args = parser.parse_args()
     torch.set_num_threads(1)

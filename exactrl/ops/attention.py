@@ -95,6 +95,7 @@ def paged_attention(
     """q [T, H, D] against the pages -> [T, H, D]; `lse` float32 [T, H] is filled unless it is empty."""
     t, heads, dim = q.shape
     kv_heads = k_pages.shape[1]
+    assert (contract.kv_block, contract.kv_split % kernels.BLOCK) == (kernels.BLOCK, 0), f"no kernel for {contract}"
     out = torch.empty_like(q)
     args = (
         jit.flat(q), jit.flat(k_pages), jit.flat(v_pages), jit.flat(rows.tiles), jit.flat(rows.tables),

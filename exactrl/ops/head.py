@@ -47,6 +47,10 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, master, weight, targets, temperatures, contract):
         rows, vocab = hidden.shape[0], weight.shape[0]
+        if rows:  # kernels check no bounds
+            low, high = targets.min().item(), targets.max().item()
+            known = low >= 0 and high < vocab
+            assert known, f"targets {low} to {high} in a vocabulary of {vocab}"
         logprobs, entropy, lse = torch.empty(rows), torch.empty(rows), torch.empty(rows, 2)
         size = _chunk_rows(weight)
         for a in range(0, rows, size):

@@ -70,7 +70,9 @@ def qkv_plain(qkv, wq: Weight, wk: Weight, rope: RopeTable, positions, shape: He
 
 
 def _forward(qkv, wq: Weight, wk: Weight, rope: RopeTable, positions, shape: HeadShape, eps: float):
-    t = qkv.shape[0]
+    t, limit = qkv.shape[0], rope.cos.shape[0]
+    last = jit.flat(positions).max(initial=0)  # kernels check no bounds
+    assert last < limit, f"position {last} is beyond the rotary table of {limit}"
     q = torch.empty(t, shape.heads, shape.dim, dtype=qkv.dtype)
     k, v = (torch.empty(t, shape.kv_heads, shape.dim, dtype=qkv.dtype) for _ in range(2))
     args = (

@@ -15,15 +15,16 @@ class Weight(nn.Module):
     compute  the weight in the compute dtype, row-major as in a Hugging Face file (for fp32 training: the master itself)
     panels   packed copy that canonical products read (matrices with `packed`), see ops/cpu/gemm.py
 
-    `packed` matrices that are never gathered from nor trained keep only their panels (`keep_rows` False).
+    A packed matrix that is neither trained nor `gathered` from (embedding) keeps only its panels.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, trainable: bool, packed: bool, keep_rows: bool = True
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, trainable: bool, packed: bool, gathered: bool = False
     ) -> None:
         super().__init__()
         self.shape, self.dtype = tuple(shape), dtype
-        self.packed, self.keep_rows = packed, keep_rows or trainable or not packed
+        self.packed, self.gathered = packed, gathered
+        self.keep_rows = gathered or trainable or not packed
         self.master: nn.Parameter | None = None
         if trainable:
             self.master = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
@@ -75,12 +76,9 @@ class Weight(nn.Module):
     def read_by_kernels(self) -> list[torch.Tensor]:
         """The storage that the forward kernels read: what the compute digest is taken of."""
         kept = [self.panels] if self.panels is not None else []
-        if self.compute is not None and (not self.packed or self._gathered()):
+        if self.compute is not None and (self.gathered or not self.packed):
             kept.append(self.compute)
         return kept
-
-    def _gathered(self) -> bool:
-        return getattr(self, "gathered", False)
 
 
 class UseCompute(torch.autograd.Function):

@@ -1,10 +1,9 @@
 """The bundled arithmetic task: add three two-digit numbers column by column, then answer.
 
-A problem, its prompt and the worked solution the tiny model was warmed up on:
+A prompt (two lines, each with its newline) and behind it the worked solution:
 
     Add the numbers column by column.
     38+57+94
-
     8+7+4=19
     1+3+5+9=18
     Answer: 189

@@ -25,7 +25,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def make_weight(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, trainable: bool = True, packed: bool = True
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    trainable: bool = True,
+    packed: bool = True,
 ) -> Weight:
     weight = Weight(shape, dtype, trainable=trainable, packed=packed)
     weight.assign(torch.randn(shape, generator=generator))

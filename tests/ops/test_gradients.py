@@ -49,7 +49,9 @@ def g():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "k", "n", "leaf"), [(1, 16, 7, 1), (37, 100, 131, 1), (130, 1200, 70, 4), (65, 33, 33, 1)])
+@pytest.mark.parametrize(
+    ("m", "k", "n", "leaf"), [(1, 16, 7, 1), (37, 100, 131, 1), (130, 1200, 70, 4), (65, 33, 33, 1)]
+)
 def test_linear(dtype, m, k, n, leaf, g):
     x, x64 = leaves((m, k), dtype, g)
     w = make_weight((n, k), dtype, g)
@@ -64,7 +66,9 @@ def test_norms(dtype, rows, n, g):
     h, h64 = leaves((rows, n), dtype, g)
     w = make_weight((n,), dtype, g, packed=False)
     w64 = reference_of(w)
-    check([norm.rms_norm_exact(h, w, 1e-6)], [norm.rms_norm_reference(h64, w64, 1e-6)], [(h, h64)], [(w, w64)], dtype, g)
+    check(
+        [norm.rms_norm_exact(h, w, 1e-6)], [norm.rms_norm_reference(h64, w64, 1e-6)], [(h, h64)], [(w, w64)], dtype, g
+    )
     h, h64 = leaves((rows, n), dtype, g)
     x, x64 = leaves((rows, n), dtype, g)
     w.master.grad = None
@@ -99,7 +103,9 @@ def test_swiglu(dtype, g):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [HeadShape(4, 2, 32), HeadShape(3, 1, 24), HeadShape(5, 5, 8), HeadShape(12, 1, 64), HeadShape(2, 2, 128)])
+@pytest.mark.parametrize(
+    "shape", [HeadShape(4, 2, 32), HeadShape(3, 1, 24), HeadShape(5, 5, 8), HeadShape(12, 1, 64), HeadShape(2, 2, 128)]
+)
 def test_attention(dtype, shape, g):
     lengths = [1, 17, 64, 65, 130, 7, 600]
     t = sum(lengths)

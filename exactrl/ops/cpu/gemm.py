@@ -143,6 +143,12 @@ def gemm(
     *, leaves: int = 1, accumulate: bool = False,
 ) -> None:  # fmt: skip
     """C = A B (or +=): see the module docstring. `leaves` must divide k."""
+    even = leaves >= 1 and leaves & (leaves - 1) == 0 and k % leaves == 0
+    assert even, f"{leaves} leaves cannot cut K = {k}"
+    if k == 0:  # an empty sum: the kernel would never write its accumulators
+        if not accumulate:
+            c[: m * n] = 0
+        return
     panels = -(-n // PANEL)
     group = min(GROUP, panels if threads == 1 else max(1, -(-panels // threads)))
     jobs = -(-m // ROWS) * -(-panels // group)

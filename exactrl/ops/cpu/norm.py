@@ -42,7 +42,8 @@ def inverse_rms(x, at, n, eps):
     if tail:
         v = vload_n(x, at + n - tail, tail)
         acc = vfma(v, v, acc)
-    return ONE / sqrt(vsum(acc) / np.float32(n) + eps)
+    # eps arrives as a Python float: without the cast the sum would be taken in fp64
+    return ONE / sqrt(vsum(acc) / np.float32(n) + np.float32(eps))
 
 
 @inline

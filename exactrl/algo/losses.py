@@ -1,0 +1,125 @@
+"""Policy losses on flat response tokens, and the weights that make their sum a mean over the whole minibatch.
+
+Legend: N response tokens of one micro-batch, sequence after sequence; no prompt tokens, no padding. Which tokens count
+is decided by lengths, never by token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from exactrl.errors import ConfigError, NonFiniteError, UsageError
+
+
+def token_weights(lengths: Sequence[int], aggregation: str) -> list[NDArray[np.float32]]:
+    """Weight of every token, float32 [length] per sequence; all weights of the minibatch add up to 1.
+
+    `lengths` are the response lengths (tokens) of the whole minibatch, over all micro-batches and ranks:
+      "token-mean"     1 / total number of tokens (DAPO, arXiv:2503.14476, section 3.3)
+      "sequence-mean"  1 / (number of sequences x length of the token's sequence) (GRPO, arXiv:2402.03300, eq. 3)
+    An empty response contributes nothing: its array is empty and it is not one of the sequences counted.
+    Raises ConfigError for another aggregation, UsageError for a negative length or a minibatch without any token.
+    """
+    if aggregation not in ("token-mean", "sequence-mean"):
+        raise ConfigError(f'train.loss_aggregation must be "token-mean" or "sequence-mean", not {aggregation!r}')
+    if any(length < 0 for length in lengths):
+        raise UsageError(f"a response length is negative: {min(lengths)}")
+    num_tokens = sum(lengths)
+    num_sequences = sum(length > 0 for length in lengths)
+    if num_tokens == 0:
+        raise UsageError(f"a minibatch of {len(lengths)} responses has no token, so its mean loss is undefined")
+    token_mean = aggregation == "token-mean"
+    denominators = [num_tokens if token_mean else num_sequences * max(length, 1) for length in lengths]
+    return [np.full(n, 1 / d, np.float32) for n, d in zip(lengths, denominators, strict=True)]
+
+
+def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """sum_i weights_i * values_i, a float64 scalar; with `token_weights`, this micro-batch's part of the mean.
+
+    A value of weight 0 is left out, not multiplied: 0 * NaN would be NaN. So is its gradient.
+    """
+    return (torch.where(weights != 0, values, 0.0) * weights).sum(dtype=torch.float64)
+
+
+def ppo_clip_loss(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) per token, ratio = exp(logprobs - old_logprobs).
+
+    All tensors [N]; logprobs and old_logprobs in nats. Returns the loss [N] and, without gradient, "ratio" [N] and
+    "clipped_low", "clipped_high" bool [N]: tokens whose gradient the clip made zero. A ratio exactly on a bound is not
+    clipped. Sources: PPO, arXiv:1707.06347, eq. 7; two bounds: DAPO "clip-higher", arXiv:2503.14476, section 3.1.
+
+    The clip is decided before exp enters the graph: a clipped token, or one with A = 0, has gradient exactly 0 even
+    where its ratio overflows to infinity (log-ratio above 88.7 in float32), instead of inf * 0 = NaN.
+    Raises NonFiniteError for a NaN or infinite logprob or advantage, and for an infinite loss: the clip does not bound
+    a growing ratio when A < 0.
+    """
+    shapes = [tuple(t.shape) for t in (logprobs, old_logprobs, advantages)]
+    assert len(set(shapes)) == 1, shapes
+    assert not any(t.requires_grad for t in (old_logprobs, advantages)), "old logprobs and advantages are constants"
+    log_ratio = logprobs - old_logprobs
+    ratio = log_ratio.detach().exp()
+    low = (advantages < 0) & (ratio < 1 - clip_low)
+    high = (advantages > 0) & (ratio > 1 + clip_high)
+    chosen = torch.where(low | high | (advantages == 0), 0.0, log_ratio).exp()
+    chosen = chosen.masked_fill(low, 1 - clip_low).masked_fill(high, 1 + clip_high)
+    loss = -(chosen * advantages)
+    _require_finite(logprobs, old_logprobs, advantages, loss)
+    return loss, {"ratio": ratio, "clipped_low": low, "clipped_high": high}
+
+
+def _require_finite(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, loss: torch.Tensor
+) -> None:
+    finite = logprobs.isfinite() & old_logprobs.isfinite() & loss.isfinite()  # a bad advantage makes a bad loss
+    if finite.all():
+        return
+    i = int(torch.nonzero(~finite)[0])
+    new, old, advantage = float(logprobs[i]), float(old_logprobs[i]), float(advantages[i])
+    what = f"response token {i} of the micro-batch: logprob {new}, old logprob {old}, advantage {advantage}"
+    if np.isfinite([new, old, advantage]).all():
+        raise NonFiniteError(
+            f"the loss is infinite at {what}; the policy moved too far from the one that sampled, and the clip does "
+            "not bound this side: lower train.lr or train.minibatches"
+        )
+    raise NonFiniteError(f"not finite: {what}; the run stops rather than treat the token as on-policy")
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    token_weights: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """sum_i token_weights_i * ppo_clip_loss_i (float64 scalar) and sums for metrics; all tensors [N].
+
+    Sums over micro-batches and ranks, however the minibatch is split, add up to its loss; gradients likewise. Where a
+    wrapper averages gradients over ranks, the caller multiplies by their number.
+    Metrics, float64 scalars without gradient that add up the same way: "num_tokens", "clipped", "clipped_low",
+    "clipped_high", "overflowed" (tokens whose ratio is infinite, all of them clipped or with A = 0) and
+    "log_ratio_abs" (sum of |logprobs - old_logprobs|).
+    Tokens of weight 0 count nowhere and may hold anything, NaN too. Raises what ppo_clip_loss raises for the others.
+    """
+    assert token_weights.shape == logprobs.shape, (token_weights.shape, logprobs.shape)
+    counted = token_weights != 0
+    logprobs, old_logprobs, advantages = (
+        torch.where(counted, values, 0.0) for values in (logprobs, old_logprobs, advantages)
+    )
+    loss, tokens = ppo_clip_loss(logprobs, old_logprobs, advantages, clip_low, clip_high)
+    low, high = tokens["clipped_low"], tokens["clipped_high"]
+    sums = {
+        "num_tokens": counted,
+        "clipped": low | high,
+        "clipped_low": low,
+        "clipped_high": high,
+        "overflowed": tokens["ratio"].isinf(),
+        "log_ratio_abs": (logprobs.detach() - old_logprobs).abs(),
+    }
+    return weighted_sum(loss, token_weights), {key: value.sum(dtype=torch.float64) for key, value in sums.items()}

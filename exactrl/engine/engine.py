@@ -1,0 +1,166 @@
+"""The rollout engine: continuous batching over a paged KV cache, each token's logprob recorded while decoding."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from exactrl.engine.allocator import BlockAllocator, FreeOrder
+from exactrl.engine.batch import Batch
+from exactrl.engine.scheduler import Scheduler
+from exactrl.engine.sequence import Sequence as Generation
+from exactrl.errors import NonFiniteError, RequestError
+from exactrl.model.attention_state import PagedState
+from exactrl.model.qwen3 import Probe, Qwen3
+from exactrl.model.weights import compute_digest, load_weights
+from exactrl.ops.attention import PAGE
+from exactrl.types import Completion, EngineStats, Request
+
+KV_SHARE_OF_MEMORY = 0.4  # of the memory free at start, where kv_tokens is 0
+
+
+class Engine:
+    """Implements protocols.RolloutEngine on one device.
+
+    max_concurrent   sequences decoded together       }
+    kv_tokens        size of the KV cache; 0: what fits } none of these changes a bit of any completion
+    chunk_tokens     tokens computed per step          }
+    max_model_tokens prompt + response limit; default: the model's own
+    block_order      order of free KV blocks, and a seed for "shuffled" (parity checks)
+    """
+
+    def __init__(
+        self,
+        model: Qwen3,
+        *,
+        max_concurrent: int = 256,
+        kv_tokens: int = 0,
+        chunk_tokens: int = 2048,
+        max_model_tokens: int | None = None,
+        prefix_cache: bool = True,
+        block_order: FreeOrder = "fifo",
+        block_seed: int = 0,
+        see: Probe | None = None,
+    ) -> None:
+        """Raises ConfigError for a limit that allows nothing."""
+        self.model, self.weight_version = model, 0
+        limit = max_model_tokens or model.config.max_positions
+        num_blocks = -(-kv_tokens // PAGE) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit)
+        self.allocator = BlockAllocator(
+            num_blocks, PAGE, root_key=self._root(), enable_prefix_cache=prefix_cache, order=block_order, seed=block_seed
+        )
+        self.scheduler = Scheduler(
+            self.allocator, max_concurrent=max_concurrent, chunk_tokens=chunk_tokens, max_model_tokens=limit
+        )
+        self.cache = PagedState(model.ops, model.config.num_layers, num_blocks, model.shape, model.dtype)
+        self._see = (see,) if see else ()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since construction or since the caller put a fresh EngineStats here."""
+        return self.scheduler.stats
+
+    @stats.setter
+    def stats(self, value: EngineStats) -> None:
+        self.scheduler.stats = value
+
+    def generate(
+        self, requests: Sequence[Request], on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Completion]:
+        """Completions in request order; `on_progress(finished, total)` after every step.
+
+        Raises RequestError for a request that can never be served, before any work; NonFiniteError, naming request and
+        position, when a sampled logprob is not finite. After any exception the engine is empty and usable again.
+        """
+        try:
+            sequences = [self.scheduler.add(self._valid(r)) for r in requests]
+            longest = max((s.max_tokens for s in sequences), default=0)
+            self.model.reserve_positions(longest)
+            finished = 0
+            with _garbage_collection_paused():
+                while self.scheduler.has_work:
+                    finished += len(self.step())
+                    if on_progress:
+                        on_progress(finished, len(requests))
+        except BaseException:
+            self.scheduler.abort_all()
+            raise
+        return [self._completion(s) for s in sequences]
+
+    @torch.no_grad()
+    def step(self) -> list[Generation]:
+        """Computes one batch and returns the sequences it finished."""
+        chunks = self.scheduler.schedule()
+        batch = Batch.build(chunks, self.model.shape)
+        self.cache.rows = batch.rows
+        hidden = self.model(batch.ids, batch.positions, self.cache, *self._see)
+        tokens, logprobs = self.model.ops.sample(
+            hidden[batch.sample_rows], self.model.head, batch.temperatures, batch.keys, batch.sample_positions
+        )
+        sampled = list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        self._check_finite(sampled, [c.seq for c in chunks if c.samples])
+        return self.scheduler.update(chunks, sampled)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> str:
+        """Replaces all weights in place and forgets the prefix cache; returns the digest of what kernels now read."""
+        if self.scheduler.has_work:
+            raise RequestError("weights cannot change while sequences are being generated")
+        load_weights(self.model, weights, f"weight version {version}")
+        self.weight_version = version
+        self.allocator.reset(self._root())
+        return compute_digest(self.model)
+
+    def _root(self) -> tuple[int, str]:
+        return self.weight_version, self.model.ops.contract.digest
+
+    def _valid(self, request: Request) -> Request:
+        vocab = self.model.config.vocab_size
+        for i, token in enumerate(request.token_ids):
+            if not 0 <= token < vocab:
+                raise RequestError(f"request {request.id!r}: token id {token} at position {i} is not in 0 … {vocab - 1}")
+        t = request.params.temperature
+        if not (t == 0 or 1e-3 <= t < math.inf):
+            raise RequestError(f"request {request.id!r}: temperature {t} must be 0 (greedy) or at least 0.001")
+        return request
+
+    def _check_finite(self, sampled: list[tuple[int, float]], sequences: list[Generation]) -> None:
+        for (token, logprob), seq in zip(sampled, sequences, strict=True):
+            if token < 0 or not math.isfinite(logprob):
+                raise NonFiniteError(
+                    f"request {seq.request.id!r}: logprob {logprob} at position {seq.num_tokens}; the model's logits are "
+                    f"not finite there (weight version {self.weight_version})"
+                )
+
+    def _completion(self, seq: Generation) -> Completion:
+        assert seq.finish_reason is not None, seq
+        logprobs = np.array(seq.logprobs, np.float32)
+        return Completion(
+            seq.request.id, seq.generated_ids, logprobs, seq.finish_reason, self.weight_version,
+            seq.num_cached, seq.num_preemptions,
+        )  # fmt: skip
+
+
+def _blocks_that_fit(model: Qwen3, wanted_tokens: int) -> int:
+    c = model.config
+    dim = c.head_dim + -(-c.head_dim // 16) * 16
+    per_block = PAGE * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(-(-wanted_tokens // PAGE), int(free * KV_SHARE_OF_MEMORY) // per_block))
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Thousands of small objects per step make full collections cost tens of milliseconds; none of them are cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

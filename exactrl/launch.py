@@ -1,0 +1,274 @@
+"""Assembles concrete engines, trainers and tasks from settings: what the command line and the Python API call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from exactrl.algo.algorithm import get_algorithm
+from exactrl.config import Config, to_toml
+from exactrl.contract import Contract, get_contract, noise_key
+from exactrl.engine.engine import Engine as NativeEngine
+from exactrl.errors import ConfigError, ModelError
+from exactrl.model.config import find_model, read_config
+from exactrl.model.folder import load_model, save_model
+from exactrl.ops import Ops
+from exactrl.parity.oracle import Oracle
+from exactrl.report import write_report
+from exactrl.rl import loop
+from exactrl.rl.environment import environment
+from exactrl.rl.run_folder import RunFolder
+from exactrl.sync.memory import sync
+from exactrl.tasks.data import load_prompts
+from exactrl.tasks.rewards import resolve_reward
+from exactrl.tasks.task import DataTask
+from exactrl.tasks.tokenizer import Tokenizer, eos_ids, load_tokenizer
+from exactrl.train.trainer import Trainer
+from exactrl.types import Completion, Request, SamplingParams
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Progress = Callable[[str, int, int], None]
+
+
+class Events(Protocol):
+    """Who watches a run: see cli/progress.py."""
+
+    def on_start(self, info: dict[str, Any]) -> None: ...
+    def on_progress(self, phase: str, done: int, total: int) -> None: ...
+    def on_step(self, metrics: dict[str, Any]) -> None: ...
+    def on_end(self, summary: dict[str, Any]) -> None: ...
+
+
+class Silent:
+    """Events that nobody watches."""
+
+    def on_start(self, info: dict[str, Any]) -> None:
+        pass
+
+    def on_progress(self, phase: str, done: int, total: int) -> None:
+        pass
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        pass
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        pass
+
+
+def contract_of(config: Config) -> Contract:
+    c = config.contract
+    return get_contract(c.name, k_leaves=c.k_leaves, residual_dtype=c.residual_dtype)
+
+
+def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer]:
+    """Prompts, rewards and tokenizer. Raises DataError, ConfigError, ModelError."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ModelError(f"{folder}: training needs the model's tokenizer.json")
+    data = config.data
+    keys = {
+        "prompt_key": data.prompt_key, "label_key": data.label_key, "id_key": data.id_key,
+        "max_prompt_tokens": data.max_prompt_tokens, "overlong_prompts": data.overlong_prompts,
+    }  # fmt: skip
+    train_prompts = load_prompts(data.train, tokenizer, **keys).prompts
+    if data.dedupe:
+        train_prompts = list({p.text: p for p in reversed(train_prompts)}.values())[::-1]
+    evals = {name: load_prompts(path, tokenizer, **keys).prompts for name, path in data.eval.items()}
+    reward = resolve_reward(config.reward.name)
+    task = DataTask(train_prompts, evals, tokenizer, reward, seed=config.rollout.seed, shuffle=data.shuffle)
+    return task, tokenizer
+
+
+def build_engine(config: Config, folder: Path) -> NativeEngine:
+    r = config.rollout
+    ops = Ops(contract_of(config), config.contract.true_on_policy)
+    model = load_model(folder, ops, DTYPES[config.model.dtype], trainable=False)
+    return NativeEngine(
+        model, max_concurrent=r.max_concurrent, kv_tokens=r.kv_tokens, chunk_tokens=r.chunk_tokens,
+        max_model_tokens=min(model.config.max_positions, config.data.max_prompt_tokens + r.max_new_tokens),
+    )  # fmt: skip
+
+
+def build_trainer(config: Config, folder: Path) -> Trainer:
+    t = config.train
+    ops = Ops(contract_of(config), config.contract.true_on_policy)
+    model = load_model(folder, ops, DTYPES[config.model.dtype], trainable=True)
+    return Trainer(
+        model, get_algorithm(t.algorithm), lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, grad_clip=t.grad_clip,
+        minibatches=t.minibatches, max_tokens_per_microbatch=t.max_tokens_per_microbatch,
+        loss_aggregation=t.loss_aggregation, clip_low=t.clip_low, clip_high=t.clip_high,
+        recompute_old_logprobs=not config.contract.true_on_policy,
+    )  # fmt: skip
+
+
+def loop_plan(config: Config, stop_token_ids: tuple[int, ...]) -> loop.Plan:
+    r, run = config.rollout, config.run
+    return loop.Plan(
+        steps=run.steps, prompts_per_step=r.prompts_per_step, samples_per_prompt=r.samples_per_prompt,
+        sampling=SamplingParams(r.max_new_tokens, r.temperature, stop_token_ids), seed=r.seed,
+        audit_every=run.audit_every, eval_every=run.eval_every, on_reward_error=config.reward.on_error,
+    )  # fmt: skip
+
+
+def train(config: Config, events: Events | None = None) -> dict[str, Any]:
+    """Runs a recipe; returns a summary with `out`, `report` and totals. Raises ExactRLError.
+
+    The run folder is created only when model, data and reward are all in order.
+    """
+    events = events or Silent()
+    begin = time.perf_counter()
+    folder = find_model(config.model.path)
+    task, tokenizer = build_task(config, folder)
+    engine, trainer = build_engine(config, folder), build_trainer(config, folder)
+    stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
+    settings = loop_plan(config, stop)
+    out = RunFolder(Path(config.run.out))
+    info = plan(config)
+    out.write_text("config.toml", to_toml(config))
+    out.write_json("plan.json", info)
+    out.write_json("environment.json", environment() | {"seed": config.rollout.seed})
+    oracle = Oracle(strict=config.contract.true_on_policy, bisect_command=f"exactrl check {config.model.path}")
+    events.on_start(info)
+    summary: dict[str, Any] = {"out": str(out.path), "steps": 0, "compared_tokens": 0, "mismatch_tokens": 0}
+
+    def on_step(result: loop.StepResult) -> None:
+        out.append_metrics(result.metrics)
+        out.write_samples(result.step, result.groups)
+        summary["steps"] = result.step
+        summary["compared_tokens"] += result.metrics["train/logprob_compared_tokens"]
+        summary["mismatch_tokens"] += result.metrics["train/logprob_mismatch_tokens"]
+        events.on_step(result.metrics)
+        every = config.run.checkpoint_every
+        if result.step == config.run.steps or (every and result.step % every == 0):
+            save_model(trainer.model, out.checkpoint_path(result.step), companions=folder, masters=True)
+            out.prune_checkpoints(config.run.keep_checkpoints)
+
+    try:
+        algorithm = get_algorithm(config.train.algorithm)
+        loop.run(settings, engine, trainer, task, algorithm, oracle, sync, on_step, events.on_progress)
+    finally:
+        out.close()
+    summary |= {"seconds": time.perf_counter() - begin, "report": str(write_report(out.path))}
+    events.on_end(summary)
+    return summary
+
+
+def plan(config: Config) -> dict[str, Any]:
+    """What the one switch derives from a recipe; JSON-ready. Reads the model's config.json, loads no weights."""
+    contract, exact = contract_of(config), config.contract.true_on_policy
+    model = read_config(find_model(config.model.path))
+    ops = ("embedding", "linear", "rms_norm", "qkv (QK-norm, RoPE)", "attention", "swiglu", "head, logprob, sampling")
+    for what, k in (("o_proj", model.num_heads * model.head_dim), ("down_proj", model.intermediate_size)):
+        if k % contract.k_leaves:
+            raise ConfigError(f"contract.k_leaves {contract.k_leaves} does not divide the {k} inputs of {what}")
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    return {
+        "true_on_policy": exact,
+        "contract": {
+            "name": contract.name, "digest": contract.digest, "k_leaves": contract.k_leaves,
+            "residual_dtype": "float32" if config.model.dtype == "float32" else contract.residual_dtype,
+            "kv_split": contract.kv_split, "kv_block": contract.kv_block, "vocab_block": contract.vocab_block,
+        },
+        "device": "cpu",
+        "kernels": {op: "exact-v1 numba kernel" if exact else "plain torch" for op in ops},
+        "rollout": {"backend": config.rollout.backend, "model_dtype": config.model.dtype, "logprobs": "while decoding"},
+        "train": {
+            "backend": config.train.backend, "master_dtype": "float32", "compute_dtype": config.model.dtype,
+            "old_logprobs": "the rollout's own (no extra pass)" if exact else "recomputed before each update",
+            "samples_per_step": samples, "minibatch_size": samples // config.train.minibatches,
+        },
+        "check": {
+            "on_mismatch": "stop, exit 3" if exact else "report only",
+            "audited_steps": f"1 and every {config.run.audit_every}th" if config.run.audit_every else "none",
+        },
+        "environment": environment()["variables"],
+        "layout": {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1},
+    }  # fmt: skip
+
+
+class Engine(NativeEngine):
+    """The rollout engine on a model folder or bundled name, with text prompts.
+
+        engine = exactrl.Engine("tiny")
+        engine.generate(["1+2"], SamplingParams(max_new_tokens=32))
+
+    Without stop_token_ids the model's own end tokens are used. See engine.engine.Engine for the other arguments.
+    """
+
+    def __init__(self, model: str, *, dtype: str = "bfloat16", true_on_policy: bool = True, **limits: Any) -> None:
+        folder = find_model(model)
+        self.tokenizer, self.eos_ids = load_tokenizer(folder), eos_ids(folder)
+        ops = Ops(get_contract("exact-v1"), true_on_policy)
+        super().__init__(load_model(folder, ops, DTYPES[dtype], trainable=False), **limits)
+
+    def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Token ids of a prompt; ids pass through. Raises ModelError for text without a tokenizer."""
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            raise ModelError("this model folder has no tokenizer.json; give prompts as token ids")
+        return tuple(self.tokenizer.encode(prompt))
+
+    def generate(  # type: ignore[override]
+        self,
+        prompts: Sequence[Request | str | Sequence[int]],
+        params: SamplingParams | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        seed: int = 0,
+    ) -> list[Completion]:
+        """Completions in order. Prompts are text, token ids (both need `params`), or whole Requests."""
+        requests = []
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, Request):
+                requests.append(prompt)
+                continue
+            if params is None:
+                raise ConfigError("Engine.generate needs SamplingParams for prompts given as text or ids")
+            stop = params.stop_token_ids or self.eos_ids
+            sampling = SamplingParams(params.max_new_tokens, params.temperature, stop)
+            key = noise_key(seed, "generate", 0, 0, str(i), 0)
+            requests.append(Request(str(i), self.encode(prompt), sampling, key))
+        return super().generate(requests, on_progress)
+
+
+def generate(
+    model: str,
+    prompts: Sequence[tuple[str, str | list[int]]],
+    *,
+    samples: int,
+    seed: int,
+    temperature: float,
+    max_new_tokens: int,
+    max_concurrent: int,
+    kv_tokens: int,
+    chunk_tokens: int,
+    dtype: str,
+    true_on_policy: bool,
+    on_progress: Progress,
+) -> list[dict[str, Any]]:
+    """Rows of `exactrl generate`, prompt-major: id, sample, token_ids, text (None without tokenizer), logprobs
+    (float32 array), finish_reason. max_concurrent, kv_tokens and chunk_tokens change no bit."""
+    engine = Engine(
+        model, dtype=dtype, true_on_policy=true_on_policy, max_concurrent=max_concurrent, kv_tokens=kv_tokens,
+        chunk_tokens=chunk_tokens,
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens, temperature, engine.eos_ids)
+    order = [(name, i, engine.encode(prompt)) for name, prompt in prompts for i in range(samples)]
+    requests = [
+        Request(f"{name}#{i}", ids, params, noise_key(seed, "generate", 0, 0, name, i)) for name, i, ids in order
+    ]
+    completions = engine.generate(requests, None, lambda done, total: on_progress("generate", done, total))
+    tokenizer = engine.tokenizer
+    return [
+        {
+            "id": name, "sample": i, "token_ids": c.token_ids,
+            "text": tokenizer.decode_response(c.token_ids) if tokenizer else None,
+            "logprobs": c.logprobs, "finish_reason": c.finish_reason,
+        }
+        for (name, i, _), c in zip(order, completions, strict=True)
+    ]  # fmt: skip

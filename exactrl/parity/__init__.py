@@ -1,0 +1,1 @@
+"""Parity: the oracle that every step passes, and the check ladder."""

@@ -1,0 +1,1 @@
+"""The RL loop, rollout of groups, evaluation, run folder."""

@@ -1,0 +1,103 @@
+"""The run folder: every file whole or absent, an earlier run never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exactrl.errors import EnvironmentProblem, NonFiniteError, UsageError
+from exactrl.types import Group, Sample
+
+
+class RunFolder:
+    """Writes OUT/ as documented in docs/architecture.md. Raises UsageError for a folder that holds a run already,
+    EnvironmentProblem when the disk refuses."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if (path / "metrics.jsonl").exists() or (path / "config.toml").exists():
+            raise UsageError(
+                f"{path} already holds a run; choose another --out, or move it away (nothing was changed)"
+            )
+        try:
+            (path / "samples").mkdir(parents=True, exist_ok=True)
+            self._metrics = (path / "metrics.jsonl").open("x", encoding="utf-8")
+        except OSError as error:
+            raise EnvironmentProblem(f"{path}: cannot be used as a run folder: {error}") from error
+
+    def write_text(self, name: str, text: str) -> None:
+        """One file, written beside and renamed."""
+        target = self.path / name
+        temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+        try:
+            with temporary.open("w", encoding="utf-8") as f:
+                f.write(text)
+                f.flush()
+                os.fsync(f.fileno())
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise EnvironmentProblem(f"{target}: cannot be written: {error}") from error
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        self.write_text(name, json.dumps(value, indent=2, sort_keys=False) + "\n")
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Raises NonFiniteError for a value that JSON has no number for: a metric is absent or a number, never NaN."""
+        try:
+            line = json.dumps(row, allow_nan=False)
+        except ValueError as error:
+            bad = [k for k, v in row.items() if isinstance(v, float) and not np.isfinite(v)]
+            raise NonFiniteError(f"step {row.get('step')}: metric {', '.join(bad)} is not finite") from error
+        try:
+            self._metrics.write(line + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise EnvironmentProblem(f"{self.path / 'metrics.jsonl'}: cannot be written: {error}") from error
+
+    def write_samples(self, step: int, groups: Sequence[Group]) -> None:
+        rows = [json.dumps(sample_row(g.prompt.text, s)) for g in groups for s in g.samples]
+        self.write_text(f"samples/step_{step:06d}.jsonl", "\n".join(rows) + "\n")
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step_{step:06d}"
+
+    def prune_checkpoints(self, keep: int) -> None:
+        """Removes all but the newest `keep` checkpoints."""
+        old = sorted(self.path.glob("checkpoints/step_*"))[:-keep]
+        for path in old:
+            shutil.rmtree(path)
+
+    def close(self) -> None:
+        self._metrics.close()
+
+
+def logprob_bits(logprobs: NDArray[np.float32]) -> list[str]:
+    """Eight hex digits per value: the exact float32 bit patterns."""
+    return [f"{b:08x}" for b in np.ascontiguousarray(logprobs).view(np.uint32).tolist()]
+
+
+def sample_row(prompt: str, sample: Sample) -> dict[str, Any]:
+    """A sample as JSON: the names of `exactrl generate`, and what training adds."""
+    return {
+        "id": sample.prompt_id,
+        "sample": sample.sample_index,
+        "prompt": prompt,
+        "prompt_token_ids": list(sample.prompt_token_ids),
+        "token_ids": sample.token_ids,
+        "text": sample.text,
+        "logprobs": [float(x) for x in sample.logprobs],
+        "logprob_bits": logprob_bits(sample.logprobs),
+        "finish_reason": sample.finish_reason,
+        "label": sample.label,
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+        "weight_version": sample.weight_version,
+    }

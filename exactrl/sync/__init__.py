@@ -1,0 +1,1 @@
+"""Trainer -> engine weights, one medium per file."""

@@ -1,0 +1,1 @@
+"""Trainer: packing, optimizer, checkpoint, trainer."""

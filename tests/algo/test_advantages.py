@@ -1,0 +1,70 @@
+"""Group-relative advantages against a numpy reference, and what they refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from exactrl.algo.advantages import grpo_advantages, grpo_step_advantages
+from exactrl.errors import NonFiniteError, UsageError
+
+
+def reference(rewards):
+    r = np.asarray(rewards, np.float64)
+    return (r - r.mean()) / (r.std(ddof=1) + 1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 16, 257])
+def test_equals_the_reference(size):
+    rng = np.random.default_rng(size)
+    for rewards in (rng.normal(size=size), rng.integers(0, 2, size), 1e6 + rng.normal(size=size), -rng.random(size)):
+        rewards = np.append(rewards[:-1], rewards[0] + 1)  # never all equal
+        actual = grpo_advantages(rewards)
+        assert actual.dtype == np.float64
+        np.testing.assert_allclose(actual, reference(rewards), rtol=1e-9, atol=1e-9)
+
+
+def test_D15_unbiased_std_within_the_group():
+    np.testing.assert_allclose(grpo_advantages([1, 0, 0, 0]), [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
+    np.testing.assert_allclose(grpo_advantages([1, 1, 1, 0]), [0.5, 0.5, 0.5, -1.5], rtol=1e-5)
+
+
+def test_epsilon_is_added_to_the_std():
+    spread = 1e-6  # sample std of (0, d) is d / sqrt(2)
+    expected = spread / 2 / (spread / np.sqrt(2) + 1e-6)
+    np.testing.assert_allclose(grpo_advantages([0.0, spread]), [-expected, expected], rtol=1e-9)
+
+
+@pytest.mark.parametrize("reward", [0.1, 1.0, -0.7, 1e17, 5e-324])
+@pytest.mark.parametrize("size", [2, 3, 7, 10])
+def test_equal_rewards_are_exactly_zero(reward, size):
+    assert (grpo_advantages([reward] * size).view(np.int64) == 0).all()
+
+
+def test_bits_do_not_depend_on_the_order_of_the_group():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rewards, order = rng.normal(size=33), rng.permutation(33)
+        first = grpo_advantages(rewards)
+        assert (grpo_advantages(rewards).view(np.int64) == first.view(np.int64)).all()
+        assert (grpo_advantages(rewards[order]).view(np.int64) == first[order].view(np.int64)).all()
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0], 1.0, [[1.0, 2.0], [3.0, 4.0]]])
+def test_needs_a_flat_group_of_two(rewards):
+    with pytest.raises(UsageError, match="at least 2"):
+        grpo_advantages(rewards)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None, -1e200])
+def test_D07_a_bad_reward_is_named_not_repaired(bad):
+    with pytest.raises(NonFiniteError, match="reward 2 of the group"):
+        grpo_advantages([1.0, 0.0, bad, 1.0])
+    with pytest.raises(NonFiniteError, match="reward 0 of group 1"):
+        grpo_step_advantages([[1.0, 0.0], [bad, bad]])
+
+
+def test_groups_of_a_step_do_not_mix():
+    groups = [[1.0, 0.0, 0.0], [5.0, 5.0], [2.0, 7.0]]
+    for group, actual in zip(groups, grpo_step_advantages(groups), strict=True):
+        assert (actual == grpo_advantages(group)).all()
