@@ -13,11 +13,14 @@ from exactrl.algo.algorithm import get_algorithm
 from exactrl.config import Config, to_toml
 from exactrl.contract import Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
-from exactrl.errors import ConfigError, ModelError
+from exactrl.errors import ConfigError, EnvironmentProblem, ModelError
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model, save_model
+from exactrl.model.qwen3 import Qwen3
 from exactrl.ops import Ops
+from exactrl.parity import check as ladder
 from exactrl.parity.oracle import Oracle
+from exactrl.parity.subject import Subject
 from exactrl.report import write_report
 from exactrl.rl import loop
 from exactrl.rl.environment import environment
@@ -78,7 +81,7 @@ def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer]:
     if data.dedupe:
         train_prompts = list({p.text: p for p in reversed(train_prompts)}.values())[::-1]
     evals = {name: load_prompts(path, tokenizer, **keys).prompts for name, path in data.eval.items()}
-    reward = resolve_reward(config.reward.name)
+    reward = resolve_reward(config.reward.name, config.reward.timeout_s)
     task = DataTask(train_prompts, evals, tokenizer, reward, seed=config.rollout.seed, shuffle=data.shuffle)
     return task, tokenizer
 
@@ -272,3 +275,43 @@ def generate(
         }
         for (name, i, _), c in zip(order, completions, strict=True)
     ]  # fmt: skip
+
+
+def check(
+    model: str,
+    *,
+    dtypes: Sequence[str] = ("bfloat16", "float32"),
+    device: str = "cpu",
+    true_on_policy: bool = True,
+    seed: int = 0,
+    rungs: Sequence[str] | None = None,
+    on_rung: Callable[[ladder.RungResult], None] = lambda result: None,
+) -> list[ladder.RungResult]:
+    """The parity ladder on a model folder or bundled name; `on_rung` is called after each rung.
+
+    Raises EnvironmentProblem for a device that this version has no kernels for.
+    """
+    if device != "cpu":
+        raise EnvironmentProblem(f"no kernels for device {device!r} yet; use --device cpu")
+    folder = find_model(model)
+    return ladder.check([subject_of(folder, d, true_on_policy, seed) for d in dtypes], rungs, on_rung)
+
+
+def subject_of(folder: Path, dtype: str, true_on_policy: bool, seed: int) -> Subject:
+    """A model folder in one dtype, as the ladder wants it."""
+    ops = Ops(get_contract("exact-v1"), true_on_policy)
+
+    def load(trainable: bool) -> Qwen3:
+        return load_model(folder, ops, DTYPES[dtype], trainable=trainable)
+
+    def make_trainer(max_tokens: int = 8192) -> Trainer:
+        return Trainer(load(True), get_algorithm("grpo"), lr=1e-2, max_tokens_per_microbatch=max_tokens)
+
+    def make_engine(**limits: Any) -> NativeEngine:
+        return NativeEngine(rollout_model, **{"kv_tokens": 8192, **limits})
+
+    rollout_model = load(False)
+    return Subject(
+        rollout_model, make_engine, make_trainer, lambda: (NativeEngine(load(False), kv_tokens=8192), make_trainer()),
+        dtype, seed,
+    )  # fmt: skip

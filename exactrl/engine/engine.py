@@ -15,7 +15,7 @@ from exactrl.engine.allocator import BlockAllocator, FreeOrder
 from exactrl.engine.batch import Batch
 from exactrl.engine.scheduler import Scheduler
 from exactrl.engine.sequence import Sequence as Generation
-from exactrl.errors import NonFiniteError, RequestError
+from exactrl.errors import ModelError, NonFiniteError, RequestError
 from exactrl.model.attention_state import PagedState
 from exactrl.model.qwen3 import Probe, Qwen3
 from exactrl.model.weights import compute_digest, load_weights
@@ -60,6 +60,7 @@ class Engine:
         )
         self.cache = PagedState(model.ops, model.config.num_layers, num_blocks, model.shape, model.dtype)
         self._see = (see,) if see else ()
+        self._weights_whole = True
 
     @property
     def stats(self) -> EngineStats:
@@ -77,7 +78,10 @@ class Engine:
 
         Raises RequestError for a request that can never be served, before any work; NonFiniteError, naming request and
         position, when a sampled logprob is not finite. After any exception the engine is empty and usable again.
+        Raises ModelError while the weights are half old, half new: after a load_weights that failed.
         """
+        if not self._weights_whole:
+            raise ModelError("the last load_weights failed half-way; load complete weights before generating")
         try:
             sequences = [self.scheduler.add(self._valid(r)) for r in requests]
             longest = max((s.max_tokens for s in sequences), default=0)
@@ -111,7 +115,9 @@ class Engine:
         """Replaces all weights in place and forgets the prefix cache; returns the digest of what kernels now read."""
         if self.scheduler.has_work:
             raise RequestError("weights cannot change while sequences are being generated")
+        self._weights_whole = False
         load_weights(self.model, weights, f"weight version {version}")
+        self._weights_whole = True
         self.weight_version = version
         self.allocator.reset(self._root())
         return compute_digest(self.model)

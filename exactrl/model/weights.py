@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from exactrl.contract import get_contract
 from exactrl.errors import ModelError
 from exactrl.model.config import ModelConfig
 from exactrl.model.qwen3 import Qwen3
+from exactrl.ops import Ops
 from exactrl.ops.cpu.jit import flat
 from exactrl.ops.weight import Weight
 
@@ -123,17 +125,19 @@ def _digest(items: Iterable[tuple[str, list[torch.Tensor]]]) -> str:
     return h.hexdigest()
 
 
-def random_weights(config: ModelConfig, seed: int, scale: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random fp32 weights of a model that has none: matrices N(0, scale² / K), norms around 1."""
-    from exactrl.contract import get_contract
-    from exactrl.ops import Ops
+def random_weights(
+    config: ModelConfig, seed: int, scale: float = 1.0, peak: float = 1.0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random fp32 weights for a model that has none: matrices N(0, scale² / K), norms around 1.
 
+    `peak` multiplies the QK-norm weights: attention gets the sharper the larger it is.
+    """
     skeleton = Qwen3(config, Ops(get_contract("exact-v1"), exact=False), torch.float32, trainable=False)
     generator = torch.Generator().manual_seed(seed)
     for name, weight, _, rows in places(skeleton):
         shape = (rows, *weight.shape[1:])
         x = torch.randn(shape, generator=generator)
         if len(shape) == 1:
-            yield name, 1 + 0.2 * x
+            yield name, (1 + 0.2 * x) * (peak if "q_norm" in name or "k_norm" in name else 1.0)
         else:
             yield name, x * (1.0 if "embed" in name else scale / shape[1] ** 0.5)

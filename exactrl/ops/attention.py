@@ -103,11 +103,7 @@ def paged_attention(
         contract.kv_split,
     )  # fmt: skip
     jobs = rows.tiles.shape[0] * kv_heads
-    threads = jit.threads_for(2.0 * t * heads * dim * 64) if jobs > 1 else 1
-    if threads == 1:
-        kernels.attention_range(0, jobs, 1, *args)
-    else:
-        kernels.attention_parallel(threads, jobs, *args)
+    jit.run(kernels.attention_range, kernels.attention_parallel, jobs, 2.0 * t * heads * dim * 64, args)
     return out
 
 
@@ -133,11 +129,8 @@ class _PackedAttention(torch.autograd.Function):
         arrays = [jit.flat(x) for x in (q, k, v, out, lse, d_out.contiguous(), starts, dq, dk, dv)]
         args = (*arrays, heads, kv_heads, dim, -(-dim // 16) * 16, scale2, scale)
         jobs = (starts.numel() - 1) * kv_heads
-        threads = jit.threads_for(5.0 * q.numel() * 64) if jobs > 1 else 1
-        if threads == 1:
-            attention_backward.attention_backward_range(0, jobs, 1, *args)
-        else:
-            attention_backward.attention_backward_parallel(threads, jobs, *args)
+        serial, parallel = attention_backward.attention_backward_range, attention_backward.attention_backward_parallel
+        jit.run(serial, parallel, jobs, 5.0 * q.numel() * 64, args)
         return dq, dk, dv, None, None
 
 

@@ -32,13 +32,13 @@ def logprobs_plain(hidden: torch.Tensor, weight: Weight, targets, temperatures):
     return lp.gather(1, targets[:, None])[:, 0], entropy
 
 
+def _check_temperatures(temperatures: torch.Tensor) -> None:
+    """Any other dtype would compile another kernel, whose target logit is divided in fp64: other bits."""
+    assert temperatures.dtype == torch.float32, f"temperatures must be float32, not {temperatures.dtype}"
+
+
 def _chunk_rows(weight: Weight) -> int:
     return max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-
-
-def _run(serial, parallel, rows: int, work: float, args) -> None:
-    threads = jit.threads_for(work)
-    serial(0, rows, 1, *args) if threads == 1 else parallel(threads, rows, *args)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -47,6 +47,7 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, master, weight, targets, temperatures, contract):
         rows, vocab = hidden.shape[0], weight.shape[0]
+        _check_temperatures(temperatures)
         if rows:  # kernels check no bounds
             low, high = targets.min().item(), targets.max().item()
             known = low >= 0 and high < vocab
@@ -60,7 +61,7 @@ class _Logprobs(torch.autograd.Function):
                 jit.flat(x) for x in (logits, targets[a:b], temperatures[a:b], logprobs[a:b], lse[a:b], entropy[a:b])
             ]
             args = (*arrays, vocab, contract.vocab_block)
-            _run(kernels.logprob_range, kernels.logprob_parallel, b - a, (b - a) * vocab * 48.0, args)
+            jit.run(kernels.logprob_range, kernels.logprob_parallel, b - a, (b - a) * vocab * 48.0, args)
         ctx.save_for_backward(hidden, targets, temperatures, lse, entropy)
         ctx.weight, ctx.logits = weight, logits if 0 < rows <= size else None
         return logprobs, entropy
@@ -78,7 +79,7 @@ class _Logprobs(torch.autograd.Function):
             d_logits = torch.empty_like(logits)
             parts = (targets, temperatures, lse, entropy, d_logprobs, d_entropy)
             args = (jit.flat(logits), *(jit.flat(x[a:b]) for x in parts), jit.flat(d_logits), vocab)
-            _run(kernels.logprob_backward_range, kernels.logprob_backward_parallel, b - a, (b - a) * vocab * 24.0, args)
+            jit.run(kernels.logprob_backward_range, kernels.logprob_backward_parallel, b - a, (b - a) * vocab * 24.0, args)
             dh[a:b] = grad_input(d_logits, weight.rows(), hidden.dtype)
             grad_weight(d_logits, hidden[a:b], into=dw)
         return dh, dw, None, None, None, None
@@ -105,6 +106,7 @@ def sample_exact(hidden: torch.Tensor, weight: Weight, temperatures, keys, posit
     where a row holds no logit above -inf.
     """
     rows, vocab = hidden.shape[0], weight.shape[0]
+    _check_temperatures(temperatures)
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     size = _chunk_rows(weight)
     for a in range(0, rows, size):
@@ -114,7 +116,7 @@ def sample_exact(hidden: torch.Tensor, weight: Weight, temperatures, keys, posit
             jit.flat(logits), jit.flat(temperatures[a:b]), keys[a:b], jit.flat(positions[a:b]), jit.flat(tokens[a:b]),
             jit.flat(logprobs[a:b]), vocab, contract.vocab_block,
         )  # fmt: skip
-        _run(kernels.sample_range, kernels.sample_parallel, b - a, (b - a) * vocab * 96.0, args)
+        jit.run(kernels.sample_range, kernels.sample_parallel, b - a, (b - a) * vocab * 96.0, args)
     return tokens, logprobs
 
 

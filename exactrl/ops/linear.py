@@ -27,7 +27,7 @@ def product(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype, leaves: int
     y = torch.empty(m, n, dtype=out_dtype)
     assert weight.panels is not None, "canonical products read packed panels"
     gemm.gemm(
-        jit.flat(x), k, 1, jit.flat(weight.panels), jit.flat(y), m, k, n, jit.threads_for(m * n * k), leaves=leaves
+        jit.flat(x), k, 1, jit.flat(weight.panels), jit.flat(y), m, k, n, leaves=leaves
     )
     return y
 
@@ -45,7 +45,7 @@ def grad_input(dy: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.T
     m, n = dy.shape
     k = w.shape[1]
     dx = torch.empty(m, k, dtype=dtype)
-    gemm.gemm(jit.flat(dy), n, 1, jit.flat(columns(w)), jit.flat(dx), m, n, k, jit.threads_for(m * n * k))
+    gemm.gemm(jit.flat(dy), n, 1, jit.flat(columns(w)), jit.flat(dx), m, n, k)
     return dx
 
 
@@ -55,9 +55,8 @@ def grad_weight(dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = N
     k = x.shape[1]
     dw = torch.empty(n, k) if into is None else into
     gemm.gemm(
-        jit.flat(dy), 1, n, jit.flat(columns(x)), jit.flat(dw), n, m, k, jit.threads_for(m * n * k),
-        accumulate=into is not None,
-    )  # fmt: skip
+        jit.flat(dy), 1, n, jit.flat(columns(x)), jit.flat(dw), n, m, k, accumulate=into is not None
+    )
     return dw
 
 

@@ -33,8 +33,7 @@ def _norm(h: torch.Tensor, weight: Weight, eps: float) -> torch.Tensor:
     rows, n = h.shape
     y = torch.empty(rows, n, dtype=weight.dtype)
     args = (jit.flat(h), jit.flat(weight.rows()), jit.flat(y), n, eps)
-    threads = jit.threads_for(rows * n * 4)
-    kernels.rms_norm_range(0, rows, 1, *args) if threads == 1 else kernels.rms_norm_parallel(threads, rows, *args)
+    jit.run(kernels.rms_norm_range, kernels.rms_norm_parallel, rows, rows * n * 4, args)
     return y
 
 
@@ -42,11 +41,7 @@ def _add_norm(h: torch.Tensor, x: torch.Tensor, weight: Weight, eps: float) -> t
     rows, n = h.shape
     h_out, y = torch.empty_like(h), torch.empty(rows, n, dtype=weight.dtype)
     args = (jit.flat(h), jit.flat(x), jit.flat(weight.rows()), jit.flat(h_out), jit.flat(y), n, eps)
-    threads = jit.threads_for(rows * n * 4)
-    if threads == 1:
-        kernels.add_rms_norm_range(0, rows, 1, *args)
-    else:
-        kernels.add_rms_norm_parallel(threads, rows, *args)
+    jit.run(kernels.add_rms_norm_range, kernels.add_rms_norm_parallel, rows, rows * n * 4, args)
     return h_out, y
 
 
@@ -62,12 +57,8 @@ def _norm_backward(
         jit.flat(h), jit.flat(weight.rows()), jit.flat(dy.contiguous()), jit.flat(other), extra is not None,
         jit.flat(dh), jit.flat(dw), rows, n, eps,
     )  # fmt: skip
-    threads = jit.threads_for(rows * n * 8)
-    if threads == 1:
-        kernels.rms_norm_backward_range(0, jobs, 1, *args)
-    else:
-        kernels.rms_norm_backward_parallel(threads, jobs, *args)
-    return dh, dw.sum(0)
+    jit.run(kernels.rms_norm_backward_range, kernels.rms_norm_backward_parallel, jobs, rows * n * 8, args)
+    return dh, jit.sum_rows(dw)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -79,8 +79,7 @@ def _forward(qkv, wq: Weight, wk: Weight, rope: RopeTable, positions, shape: Hea
         jit.flat(qkv), jit.flat(wq.rows()), jit.flat(wk.rows()), jit.flat(rope.cos), jit.flat(rope.sin),
         jit.flat(positions), jit.flat(q), jit.flat(k), jit.flat(v), shape.heads, shape.kv_heads, shape.dim, eps,
     )  # fmt: skip
-    threads = jit.threads_for(qkv.numel() * 8)
-    kernels.qkv_range(0, t, 1, *args) if threads == 1 else kernels.qkv_parallel(threads, t, *args)
+    jit.run(kernels.qkv_range, kernels.qkv_parallel, t, qkv.numel() * 8, args)
     return q, k, v
 
 
@@ -103,12 +102,8 @@ class _Qkv(torch.autograd.Function):
             jit.flat(positions), jit.flat(dq.contiguous()), jit.flat(dk.contiguous()), jit.flat(dv.contiguous()),
             jit.flat(dqkv), jit.flat(dwq), jit.flat(dwk), t, shape.heads, shape.kv_heads, shape.dim, eps,
         )  # fmt: skip
-        threads = jit.threads_for(qkv.numel() * 16)
-        if threads == 1:
-            kernels.qkv_backward_range(0, jobs, 1, *args)
-        else:
-            kernels.qkv_backward_parallel(threads, jobs, *args)
-        return dqkv, dwq.sum(0), dwk.sum(0), None, None, None, None, None, None
+        jit.run(kernels.qkv_backward_range, kernels.qkv_backward_parallel, jobs, qkv.numel() * 16, args)
+        return dqkv, jit.sum_rows(dwq), jit.sum_rows(dwk), None, None, None, None, None, None
 
 
 def qkv_exact(qkv, wq: Weight, wk: Weight, rope: RopeTable, positions, shape: HeadShape, eps: float):

@@ -20,8 +20,7 @@ def _forward(gate_up: torch.Tensor) -> torch.Tensor:
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, n, dtype=gate_up.dtype)
     args = (jit.flat(gate_up), jit.flat(y), n)
-    threads = jit.threads_for(rows * n * 16)
-    kernels.swiglu_range(0, rows, 1, *args) if threads == 1 else kernels.swiglu_parallel(threads, rows, *args)
+    jit.run(kernels.swiglu_range, kernels.swiglu_parallel, rows, rows * n * 16, args)
     return y
 
 
@@ -37,11 +36,7 @@ class _SwiGlu(torch.autograd.Function):
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         grad = torch.empty_like(gate_up)
         args = (jit.flat(gate_up), jit.flat(dy.contiguous()), jit.flat(grad), n)
-        threads = jit.threads_for(rows * n * 24)
-        if threads == 1:
-            kernels.swiglu_backward_range(0, rows, 1, *args)
-        else:
-            kernels.swiglu_backward_parallel(threads, rows, *args)
+        jit.run(kernels.swiglu_backward_range, kernels.swiglu_backward_parallel, rows, rows * n * 24, args)
         return grad
 
 

@@ -26,14 +26,18 @@ class Oracle:
         self.begin([])
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Starts a step. Raises NonFiniteError for a rollout logprob that is not finite, ParityError for one missing."""
+        """Starts a step. Raises ParityError for a rollout logprob that is missing, NonFiniteError for one not finite."""
         self._step: dict[int, Sample] = {id(s): s for s in samples}
         self._train: dict[int, NDArray[np.float32]] = {}
         self._rescore: dict[int, NDArray[np.float32]] = {}
+        if len(self._step) != len(samples):
+            twice = next(s for i, s in enumerate(samples) if any(s is t for t in samples[:i]))
+            raise ParityError(f"sample {twice.name} is in the step twice; it would be trained on twice, compared once")
         for s in samples:
-            if len(s.logprobs) != len(s.token_ids) or s.logprobs.dtype != np.float32:
+            found = kind_of(s.logprobs)
+            if found != f"float32 ({len(s.token_ids)},)":
                 raise ParityError(
-                    f"sample {s.name}: {len(s.token_ids)} tokens but {len(s.logprobs)} {s.logprobs.dtype} logprobs; "
+                    f"sample {s.name}: {len(s.token_ids)} tokens but its logprobs are {found}; "
                     "every sampled token needs the float32 logprob recorded while decoding"
                 )
             self._require_finite("rollout", s, s.logprobs)
@@ -55,13 +59,16 @@ class Oracle:
                     f"sample {sample.name} was rolled out at weight version {sample.weight_version}, but the trainer "
                     f"is at {version}; its logprobs cannot be compared"
                 )
-            if values.dtype != np.float32 or values.shape != sample.logprobs.shape:
+            if kind_of(values) != kind_of(sample.logprobs):
                 raise ParityError(
-                    f"sample {sample.name}: the {kind} forward gave {values.dtype} {values.shape}, the rollout "
-                    f"{sample.logprobs.dtype} {sample.logprobs.shape}"
+                    f"sample {sample.name}: the {kind} forward gave {kind_of(values)}, the rollout "
+                    f"{kind_of(sample.logprobs)}"
                 )
-            if np.shares_memory(values, sample.logprobs):
-                raise ParityError(f"sample {sample.name}: the {kind} logprobs are the rollout's own array")
+            key = id(sample)
+            sides = {"rollout": sample.logprobs, "train": self._train.get(key), "rescore": self._rescore.get(key)}
+            for side, other in sides.items():
+                if other is not None and np.shares_memory(values, other):
+                    raise ParityError(f"sample {sample.name}: the {kind} logprobs are the {side}'s own array")
             self._require_finite(kind, sample, values)
             seen[id(sample)] = values
             if self.strict:
@@ -118,6 +125,11 @@ class Oracle:
 def bits(values: NDArray[np.float32]) -> NDArray[np.int32]:
     """Integer view: equality of these is equality of every bit (-0 is not +0)."""
     return np.ascontiguousarray(values).view(np.int32)
+
+
+def kind_of(values: object) -> str:
+    """Type and shape, in words that compare."""
+    return f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
 
 
 def where(sample: Sample, i: int) -> str:

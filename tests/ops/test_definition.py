@@ -12,7 +12,7 @@ import torch
 
 from exactrl.ops import attention, head, linear, norm, qkv, swiglu
 from exactrl.ops.attention import Rows
-from exactrl.ops.cpu import jit, simd
+from exactrl.ops.cpu import jit, logprob, simd
 from exactrl.ops.qkv import HeadShape, RopeTable
 
 from . import definition
@@ -24,6 +24,7 @@ exp2, exp, log, fma, vload, vstore = simd.vexp2, simd.vexp, simd.vlog, simd.vfma
 vload_n, vstore_n, vsum, load, store, exp_1, exp2_1, log_1, fma_1 = (
     simd.vload_n, simd.vstore_n, simd.vsum, simd.load, simd.store, simd.exp, simd.exp2, simd.log, simd.fma,
 )  # fmt: skip
+max_and_sum = logprob.max_and_sum
 
 
 @pytest.fixture
@@ -285,6 +286,24 @@ def test_logprobs(dtype, vocab, scale, g):
         equal(head.logprobs_exact(x, w, targets, temperatures, contract)[0], expected)
 
 
+@jit.kernel
+def sums(logits, n, temperature, block, top, total):
+    for row in range(top.size):
+        top[row], total[row] = max_and_sum(logits, row * n, n, temperature, block)
+
+
+@pytest.mark.parametrize("n", [1, 128, 300, 1000])
+def test_max_and_sum(n, g):
+    """Before the logarithm, which would hide most one-ulp differences."""
+    x = numbers(randn(500, n, g=g, dtype=torch.float32, scale=3.0))
+    top, total = np.empty(500, np.float32), np.empty(500, np.float32)
+    for block in (64, 128):
+        sums(x.reshape(-1), n, np.float32(0.7), block, top, total)
+        expected = definition.max_and_sum(x / np.float32(0.7), block)
+        equal(top, expected[0])
+        equal(total, expected[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
 @pytest.mark.parametrize("vocab", [5, 97, 300])
 def test_sample(dtype, vocab, g):
@@ -328,6 +347,8 @@ def attend(q, k, v, rows_wanted, split, dtype, shape):
         (HeadShape(9, 1, 5), 64, 20.0, [0, 17, 64, 131]),
         (HeadShape(2, 2, 80), 128, 5.0, [130, 257]),
         (HeadShape(1, 1, 8), 512, 3.0, [511, 512, 513, 1030]),
+        (HeadShape(8, 4, 8), 64, 0.3, [100, 150, 191, 230, 255, 319]),  # flat scores: every split matters
+        (HeadShape(8, 8, 8), 512, 0.3, [800, 1100, 1300]),
     ],
     ids=str,
 )
@@ -357,6 +378,13 @@ def test_kernels_are_given_only_what_they_can_index(g):
     for target in (-1, 7):
         with pytest.raises(AssertionError, match="in a vocabulary of 7"):
             head.logprobs_exact(torch.zeros(2, 4), w, torch.tensor([0, target]), torch.ones(2), CONTRACT)
+    none = torch.zeros(2, dtype=torch.int64)
+    for call in (
+        lambda t: head.logprobs_exact(torch.zeros(2, 4), w, none, t, CONTRACT),
+        lambda t: head.sample_exact(torch.zeros(2, 4), w, t, np.zeros(2, np.uint64), none, CONTRACT),
+    ):
+        with pytest.raises(AssertionError, match="temperatures must be float32"):
+            call(torch.ones(2, dtype=torch.float64))
     shape, small = HeadShape(1, 1, 4), make_weight((4,), torch.float32, g, packed=False)
     with pytest.raises(AssertionError, match="position 10 is beyond the rotary table of 10"):
         qkv.qkv_exact(torch.zeros(1, 12), small, small, RopeTable.build(1e4, 4, 10), torch.tensor([10]), shape, 1e-6)

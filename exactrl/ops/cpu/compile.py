@@ -5,6 +5,8 @@ Kernels compile by themselves at first use; doing it at installation keeps the f
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from exactrl.contract import get_contract
 from exactrl.ops import Ops, attention, head
 from exactrl.ops.cpu import jit
+from exactrl.ops.cpu.reduce import sum_of_squares
 from exactrl.ops.qkv import HeadShape, RopeTable
 from exactrl.ops.weight import Weight
 
@@ -40,6 +43,7 @@ def _run(dtype: torch.dtype, rows: int) -> None:
     y = ops.linear(ops.swiglu(ops.linear(y, _weight((128, 64), dtype))), _weight((64, 64), dtype))
     lp, entropy = ops.logprobs(y, _weight((300, 64), dtype), ids, torch.ones(rows))
     (lp.sum() + entropy.sum()).backward()
+    sum_of_squares(jit.flat(y.detach().float()))
     with torch.no_grad():
         keys = np.zeros(rows, np.uint64)
         for op in (ops, Ops(ops.contract, exact=False)):
@@ -48,16 +52,21 @@ def _run(dtype: torch.dtype, rows: int) -> None:
     head.gumbel_uniforms(0, 0, 4)
 
 
-def compile_kernels(report=print) -> float:
-    """Compiles what is not in the cache yet; returns seconds."""
+def main(arguments: list[str]) -> int:
+    """Without arguments: one process per dtype, so that two cores are used; with a dtype: compiles that one."""
     begin = time.perf_counter()
-    for dtype in (torch.float32, torch.bfloat16):
+    if arguments:
         for rows in (2, 4096):
-            _run(dtype, rows)
-            report(f"kernels {str(dtype)[6:]}, {rows} rows: {time.perf_counter() - begin:.1f} s")
-    return time.perf_counter() - begin
+            _run(getattr(torch, arguments[0]), rows)
+            print(f"  {arguments[0]}, {'one thread' if rows == 2 else 'threads'}: {time.perf_counter() - begin:.0f} s")
+        return 0
+    print(f"compiling the CPU kernels into {jit.cache_dir()} (once; about a minute)", flush=True)
+    command = [sys.executable, "-u", "-m", "exactrl.ops.cpu.compile"]
+    processes = [subprocess.Popen([*command, dtype]) for dtype in ("float32", "bfloat16")]
+    codes = [p.wait() for p in processes]
+    print(f"kernels ready after {time.perf_counter() - begin:.0f} s")
+    return max(codes)
 
 
 if __name__ == "__main__":
-    print(f"compiling the CPU kernels into {jit.cache_dir()} (once)")
-    compile_kernels()
+    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from exactrl.ops.cpu import microkernel
-from exactrl.ops.cpu.jit import inline, kernel, parallel_kernel
+from exactrl.ops.cpu.jit import inline, kernel, parallel_kernel, run, threads_for
 from exactrl.ops.cpu.simd import load, vadd, vload, vload_n, vstore, vstore_n
 
 PANEL = 32
@@ -139,7 +139,7 @@ def gemm_parallel(threads, jobs, a, rs, cs, b, c, m, k, n, leaves, group, accumu
 
 
 def gemm(
-    a: np.ndarray, rs: int, cs: int, b: np.ndarray, c: np.ndarray, m: int, k: int, n: int, threads: int,
+    a: np.ndarray, rs: int, cs: int, b: np.ndarray, c: np.ndarray, m: int, k: int, n: int,
     *, leaves: int = 1, accumulate: bool = False,
 ) -> None:  # fmt: skip
     """C = A B (or +=): see the module docstring. `leaves` must divide k."""
@@ -149,10 +149,8 @@ def gemm(
         if not accumulate:
             c[: m * n] = 0
         return
-    panels = -(-n // PANEL)
+    panels, work = -(-n // PANEL), float(m) * n * k
+    threads = threads_for(work)
     group = min(GROUP, panels if threads == 1 else max(1, -(-panels // threads)))
     jobs = -(-m // ROWS) * -(-panels // group)
-    if threads == 1 or jobs == 1:
-        gemm_range(0, jobs, 1, a, rs, cs, b, c, m, k, n, leaves, group, accumulate)
-    else:
-        gemm_parallel(threads, jobs, a, rs, cs, b, c, m, k, n, leaves, group, accumulate)
+    run(gemm_range, gemm_parallel, jobs, work, (a, rs, cs, b, c, m, k, n, leaves, group, accumulate))

@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +67,67 @@ parallel_kernel = _njit(parallel=True)
 inline = numba.njit(boundscheck=False, error_model="numpy")
 
 
+class _Breaker:
+    """Falls back to one thread for a while when other processes keep the cores busy.
+
+    A parallel region ends when its last thread has run. On a busy machine that thread may wait milliseconds for a core,
+    at every one of hundreds of small regions: 20 to 50 times slower than one thread. A region that takes far longer
+    than any machine needs opens the breaker for 20 ms, twice as long each time in a row, at most 2 s. The bits do not
+    depend on the number of threads, so this may happen at any moment.
+    """
+
+    def __init__(self) -> None:
+        self.open_until, self.penalty = 0.0, 0.02
+
+    def allows(self) -> bool:
+        return time.perf_counter() >= self.open_until
+
+    def record(self, seconds: float, work: float) -> None:
+        if seconds > 1e-3 + work / 5e9:
+            self.open_until = time.perf_counter() + self.penalty
+            self.penalty = min(2 * self.penalty, 2.0)
+        else:
+            self.penalty = max(self.penalty / 2, 0.02)
+
+
+_breaker = _Breaker()
+_forced: int | None = None
+
+
+@contextmanager
+def forced_threads(n: int) -> Iterator[None]:
+    """All kernels on exactly `n` threads, however small the work and however busy the machine (for checks)."""
+    global _forced
+    before, _forced = _forced, min(n, numba.config.NUMBA_NUM_THREADS)
+    try:
+        yield
+    finally:
+        _forced = before
+
+
 def threads_for(work: float) -> int:
     """Threads to use for `work` multiply-adds: 1, or all that the process was given."""
-    return 1 if work < MIN_PARALLEL_WORK else numba.get_num_threads()
+    if _forced is not None:
+        return _forced
+    if work < MIN_PARALLEL_WORK or not _breaker.allows():
+        return 1
+    return numba.get_num_threads()
+
+
+def run(serial: Any, parallel: Any, jobs: int, work: float, args: tuple[Any, ...]) -> None:
+    """Runs a range kernel or its parallel twin over `jobs` independent jobs of `work` multiply-adds in all."""
+    threads = threads_for(work)
+    if threads == 1 or jobs == 1:
+        serial(0, jobs, 1, *args)
+        return
+    begin = time.perf_counter()
+    parallel(threads, jobs, *args)
+    _breaker.record(time.perf_counter() - begin, work)
+
+
+def sum_rows(x: torch.Tensor) -> torch.Tensor:
+    """Column sums of a float32 matrix, rows added in ascending order (torch's sum may split rows over threads)."""
+    return torch.from_numpy(np.add.reduce(x.numpy(), axis=0))
 
 
 def set_num_threads(n: int) -> None:

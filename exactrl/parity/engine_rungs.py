@@ -1,0 +1,74 @@
+"""Rungs of the engine: whole trajectories under everything that must not change a bit."""
+
+from __future__ import annotations
+
+import numba
+
+from exactrl.ops.attention import PAGE
+from exactrl.ops.cpu import jit
+from exactrl.parity.compare import Tally
+from exactrl.parity.subject import Subject
+
+
+def batch_composition(subject: Subject, tally: Tally) -> None:
+    """1, 2, 3 and 7 at a time, in reverse order, and beside copies with other noise."""
+    for n in (1, 2, 3, 7):
+        tally.trajectories(subject.make_engine(max_concurrent=n).generate(subject.requests), subject.baseline, f"{n}")
+    backwards = subject.make_engine().generate(subject.requests[::-1])[::-1]
+    tally.trajectories(backwards, subject.baseline, "reverse order")
+
+
+def chunk_sizes(subject: Subject, tally: Tally) -> None:
+    for n in (1, 3, 16, 50, 129):
+        engine = subject.make_engine(chunk_tokens=n, max_concurrent=5)
+        tally.trajectories(engine.generate(subject.requests), subject.baseline, f"chunks of {n} tokens")
+
+
+def prefix_cache(subject: Subject, tally: Tally) -> None:
+    """Off, cold, warm; with fewer sequences at a time, later ones find the blocks of earlier ones."""
+    cold = subject.make_engine(prefix_cache=False).generate(subject.requests)
+    tally.trajectories(cold, subject.baseline, "prefix cache off")
+    engine = subject.make_engine(max_concurrent=2)
+    for what in ("cold", "warm"):
+        tally.trajectories(engine.generate(subject.requests), subject.baseline, what)
+    hits = engine.stats.cached_tokens
+    tally.require(hits > 0, "no prefix was ever found in the cache")
+    tally.notes.append(f"{hits} tokens from the cache")
+
+
+def preemption(subject: Subject, tally: Tally) -> None:
+    """A cache that holds little more than the longest sequence."""
+    longest = max(len(r.token_ids) + r.params.max_new_tokens for r in subject.requests)
+    ids = [r for r in subject.requests if len(r.token_ids) + r.params.max_new_tokens < longest] or subject.requests
+    need = max(len(r.token_ids) + r.params.max_new_tokens for r in ids)
+    baseline = [c for c in subject.baseline if c.id in {r.id for r in ids}]
+    count = 0
+    for spare in (0, PAGE, 3 * PAGE):
+        engine = subject.make_engine(kv_tokens=need + spare)
+        tally.trajectories(engine.generate(ids), baseline, f"{need + spare} KV tokens")
+        count += engine.stats.preemptions
+    tally.require(count > 0, "nothing was preempted")
+    tally.notes.append(f"{count} preemptions")
+
+
+def paging_order(subject: Subject, tally: Tally) -> None:
+    for order, seed in (("lifo", 0), ("shuffled", 1), ("shuffled", 2)):
+        engine = subject.make_engine(block_order=order, block_seed=seed, max_concurrent=4)
+        engine.generate(subject.requests[:3])
+        tally.trajectories(engine.generate(subject.requests), subject.baseline, f"blocks {order}")
+
+
+def nan_cache(subject: Subject, tally: Tally) -> None:
+    """Cache memory filled with NaN (and with a huge value) beforehand."""
+    for value in (float("nan"), 1e30):
+        engine = subject.make_engine(max_concurrent=4)
+        engine.cache.fill(value)
+        tally.trajectories(engine.generate(subject.requests), subject.baseline, f"cache filled with {value}")
+
+
+def threads(subject: Subject, tally: Tally) -> None:
+    """Every kernel on one thread, and every kernel split over two whatever its size."""
+    for n in (1, 2):
+        with jit.forced_threads(n):
+            tally.trajectories(subject.make_engine().generate(subject.requests), subject.baseline, f"threads: {n}")
+    tally.require(numba.config.NUMBA_NUM_THREADS > 1, "this machine offers one thread only")

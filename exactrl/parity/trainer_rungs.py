@@ -1,0 +1,93 @@
+"""Rungs of the trainer, and of trainer and engine together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from exactrl.engine.engine import Engine
+from exactrl.parity.compare import Tally
+from exactrl.parity.oracle import Oracle
+from exactrl.parity.subject import Subject, to_sample
+from exactrl.train.trainer import Trainer
+from exactrl.types import Sample
+
+
+def microbatch_split(subject: Subject, tally: Tally) -> None:
+    """Scored together, in small micro-batches, and one by one in reverse order."""
+    whole = subject.make_trainer().score(subject.samples)
+    for budget in (64, 200, 1):
+        tally.arrays(subject.make_trainer(budget).score(subject.samples), whole, f"micro-batches of {budget} tokens")
+    reverse = subject.make_trainer(100).score(subject.samples[::-1])[::-1]
+    tally.arrays(reverse, whole, "reverse order")
+
+
+def engine_vs_trainer(subject: Subject, tally: Tally) -> None:
+    """Logprobs recorded while decoding, and the trainer's of the same tokens."""
+    recorded = [s.logprobs for s in subject.samples]
+    tally.arrays(subject.make_trainer().score(subject.samples), recorded, "score")
+
+
+def gradient_vs_scoring(subject: Subject, tally: Tally) -> None:
+    """The gradient forward itself, captured in a training step, against the scoring forward."""
+    for budget in (8192, 150):
+        trainer = subject.make_trainer(budget)
+        scored = {id(s): x for s, x in zip(subject.samples, trainer.score(subject.samples), strict=True)}
+        seen: list[int] = []
+
+        def observe(kind: str, version: int, samples: Sequence[Sample], values: Sequence[np.ndarray]) -> None:
+            if kind == "train":
+                tally.arrays(values, [scored[id(s)] for s in samples], f"micro-batches of {budget} tokens")  # noqa: B023
+                seen.extend(id(s) for s in samples)  # noqa: B023
+
+        trainer.step(subject.samples, audit=False, observe=observe)
+        tally.require(len(seen) == len(subject.samples), "the gradient forward of some samples was not seen")
+
+
+def _rl_step(subject: Subject, engine: Engine, trainer: Trainer, tally: Tally) -> list[Sample]:
+    """Roll out, train with the oracle watching (not strict: it counts), hand the weights over."""
+    engine.load_weights(trainer.named_weights(), trainer.version)
+    completions = engine.generate(subject.requests)
+    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(subject.requests, completions, strict=True))]
+    oracle = Oracle(strict=False, bisect_command="")
+    oracle.begin(samples)
+    trainer.step(samples, audit=True, observe=oracle.observe)
+    found = oracle.metrics()
+    tally.compared += int(found["train/logprob_compared_tokens"])
+    for name in ("train/logprob_mismatch_tokens", "train/rescore_mismatch_tokens"):
+        if found[name] and not tally.mismatched:
+            tally.first = f"{name} {found[name]} at weight version {trainer.version - 1}"
+        tally.mismatched += int(found[name])
+    tally.require(found["train/logprob_uncompared_tokens"] == 0, "some tokens were not compared")
+    return samples
+
+
+def after_update(subject: Subject, tally: Tally) -> None:
+    """Three updates large enough to change every logprob: rollout and trainer agree at each version."""
+    engine, trainer = subject.make_loop()
+    before = trainer.compute_digest()
+    for _ in range(3):
+        _rl_step(subject, engine, trainer, tally)
+    loaded = engine.load_weights(trainer.named_weights(), trainer.version)
+    tally.require(loaded == trainer.compute_digest(), "engine and trainer hold different weights")
+    tally.require(loaded != before, "the weights never changed")
+    completions = engine.generate(subject.requests)
+    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(subject.requests, completions, strict=True))]
+    tally.arrays(trainer.score(samples), [s.logprobs for s in samples], "after three updates")
+
+
+def trajectory_twice(subject: Subject, tally: Tally) -> None:
+    """Two RL steps, twice from the start: the same tokens, logprobs and weights."""
+    runs = []
+    for _ in range(2):
+        engine, trainer = subject.make_loop()
+        samples = [s for _ in range(2) for s in _rl_step(subject, engine, trainer, Tally())]
+        runs.append((samples, trainer.master_digest()))
+    (a, digest_a), (b, digest_b) = runs
+    for x, y in zip(a, b, strict=True):
+        if x.token_ids != y.token_ids:
+            tally.problems.append(f"sample {x.name}: other tokens the second time")
+            return
+    tally.arrays([s.logprobs for s in a], [s.logprobs for s in b], "second time")
+    tally.require(digest_a == digest_b, "the weights differ the second time")

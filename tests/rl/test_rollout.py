@@ -1,0 +1,141 @@
+"""Groups from prompts, and what a failing reward does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from exactrl.algo.algorithm import get_algorithm
+from exactrl.contract import noise_key
+from exactrl.errors import NonFiniteError, UsageError
+from exactrl.rl.loop import set_advantages
+from exactrl.rl.rollout import Draw, assign_rewards, rollout
+from exactrl.types import Completion, EngineStats, Group, Prompt, Sample, SamplingParams
+
+
+class FakeEngine:
+    """Answers each request with its own noise key's last digits."""
+
+    weight_version, stats = 3, EngineStats()
+
+    def __init__(self):
+        self.requests = []
+
+    def generate(self, requests, on_progress=None):
+        self.requests += requests
+        on_progress(len(requests), len(requests))
+        return [
+            Completion(r.id, [r.noise_key % 97, 5], np.array([-1, -2], np.float32), "stop", self.weight_version)
+            for r in requests
+        ]
+
+
+class FakeTask:
+    """Rewards by sample name; an exception in the table is raised."""
+
+    def __init__(self, rewards=None):
+        self.rewards = rewards or {}
+
+    def decode(self, token_ids):
+        return "-".join(map(str, token_ids))
+
+    def reward(self, prompt, sample):
+        value = self.rewards.get(sample.name, 0.5)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+
+PROMPTS = [Prompt("a", "A", (1, 2), "x"), Prompt("b", "B", (3,), "y")]
+
+
+def groups(count: int = 3) -> list[Group]:
+    return [
+        Group(p, [Sample(p.id, i, p.token_ids, [7], np.zeros(1, np.float32), "stop", 0, 1.0) for i in range(count)])
+        for p in PROMPTS
+    ]
+
+
+def test_groups_are_the_engines_completions_in_order():
+    engine, seen = FakeEngine(), []
+    draw, params = Draw(11, "train", 4, 2), SamplingParams(8, 0.7, (5,))
+    found = rollout(engine, PROMPTS, 2, params, draw, FakeTask(), lambda *a: seen.append(a))
+    assert [g.prompt.id for g in found] == ["a", "b"]
+    assert [s.name for g in found for s in g.samples] == ["a#0", "a#1", "b#0", "b#1"] == [r.id for r in engine.requests]
+    for prompt, group in zip(PROMPTS, found, strict=True):
+        for i, s in enumerate(group.samples):
+            token = noise_key(11, "train", 4, 2, prompt.id, i) % 97
+            assert (s.token_ids, s.text) == ([token, 5], f"{token}-5")
+            assert (s.prompt_token_ids, s.label, s.weight_version) == (prompt.token_ids, prompt.label, 3)
+            assert (s.temperature, s.logprobs.tolist()) == (0.7, [-1.0, -2.0])
+    assert {r.params for r in engine.requests} == {params}
+    assert seen == [("rollout", 4, 4)]
+
+
+def test_greedy_samples_are_scored_at_temperature_1():
+    (group,) = rollout(FakeEngine(), PROMPTS[:1], 1, SamplingParams(8, 0.0), Draw(0, "e", 0), FakeTask(), lambda *a: None)
+    assert group.samples[0].temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": 12}, {"stream": "eval/x"}, {"step": 5}, {"retry": 1}], ids=lambda c: next(iter(c))
+)
+def test_every_part_of_a_draw_changes_the_noise(changes):
+    base = {"seed": 11, "stream": "train", "step": 4, "retry": 0}
+    keys = []
+    for draw in (Draw(**base), Draw(**{**base, **changes})):
+        engine = FakeEngine()
+        rollout(engine, PROMPTS, 2, SamplingParams(4), draw, FakeTask(), lambda *a: None)
+        keys += [r.noise_key for r in engine.requests]
+    assert len(set(keys)) == 8
+
+
+FAILURES = [RuntimeError("broken"), float("nan"), float("inf"), "0.5", None]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=repr)
+def test_on_error_stop(failure):
+    with pytest.raises(NonFiniteError if isinstance(failure, float) else UsageError, match="b#1"):
+        assign_rewards(groups(), FakeTask({"b#1": failure}), "stop")
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=repr)
+def test_on_error_zero_is_counted(failure):
+    found = groups()
+    assert assign_rewards(found, FakeTask({"b#1": failure, "a#0": failure}), "zero") == 2
+    assert [[s.reward for s in g.samples] for g in found] == [[0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=repr)
+def test_on_error_drop_is_counted(failure):
+    found = groups()
+    assert assign_rewards(found, FakeTask({"b#1": failure, "b#2": failure}), "drop") == 2
+    assert [s.name for g in found for s in g.samples] == ["a#0", "a#1", "a#2", "b#0"]
+    kept = set_advantages(found, get_algorithm("grpo"))  # a group of one has no baseline
+    assert [s.name for s in kept] == ["a#0", "a#1", "a#2"]
+    assert [g.prompt.id for g in found] == ["a"]
+
+
+def test_nothing_left_is_an_error():
+    found = groups(2)
+    assign_rewards(found, FakeTask({f"{p}#0": ValueError() for p in "ab"}), "drop")
+    with pytest.raises(UsageError, match="nothing can be trained on"):
+        set_advantages(found, get_algorithm("grpo"))
+
+
+def test_an_interrupt_is_not_a_failed_reward():
+    class Stopped(FakeTask):
+        def reward(self, prompt, sample):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        assign_rewards(groups(), Stopped(), "zero")
+
+
+def test_advantages_belong_to_their_samples():
+    found = groups()
+    assign_rewards(found, FakeTask({"a#0": 1.0, "a#1": 0.0, "b#2": 1.0}), "stop")
+    set_advantages(found, get_algorithm("grpo"))
+    a, b = ([s.advantage for s in g.samples] for g in found)
+    assert a == pytest.approx([1, -1, 0], abs=1e-5)
+    assert b[2] > 0 > b[0] == b[1]

@@ -1,0 +1,357 @@
+"""Whole runs of a micro recipe on the bundled model, and the Python API."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+import exactrl
+from exactrl import launch
+from exactrl.config import load_recipe
+from exactrl.contract import noise_key
+from exactrl.errors import ConfigError, DataError, ModelError, NonFiniteError, ParityError, RequestError, UsageError
+from exactrl.model.folder import load_model
+from exactrl.model.weights import master_digest
+from exactrl.ops import Ops
+from exactrl.types import Request, SamplingParams
+from tests.ops.helpers import CONTRACT
+from tests.rl.test_run_folder import files
+from tests.train.helpers import bit_list, one_ulp, trajectories
+
+KEYS = {
+    "step", "train/train_rollout_logprob_abs_diff", "train/logprob_abs_diff_max", "train/logprob_mismatch_tokens",
+    "train/logprob_compared_tokens", "train/logprob_uncompared_tokens", "train/weight_digest", "train/compute_digest",
+    "train/loss", "train/pg_clipfrac", "train/entropy", "train/grad_norm", "train/lr", "rollout/raw_reward",
+    "rollout/response_len/mean", "rollout/response_len/max", "rollout/truncated_ratio", "rollout/zero_std_groups",
+    "rollout/num_samples", "perf/rollout_time", "perf/train_time", "perf/sync_time", "perf/step_time",
+    "perf/rollout_tokens_per_sec", "perf/train_tokens_per_sec",
+}  # fmt: skip
+
+
+def micro(out, **changes):
+    """2 prompts x 2 samples, 12 new tokens, 3 steps. The reward is the length, so groups differ and weights change."""
+    settings = {
+        "run.steps": 3, "run.eval_every": 0, "run.audit_every": 2, "rollout.prompts_per_step": 2,
+        "rollout.samples_per_prompt": 2, "rollout.max_new_tokens": 12, "rollout.kv_tokens": 128,
+        "reward.name": "micro_reward:spread", "run.out": str(out),
+    }  # fmt: skip
+    for key, value in changes.items():
+        settings[key.replace("__", ".")] = value
+    return load_recipe("tiny", [(k, str(v)) for k, v in settings.items()])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rewards():
+    """A user's module with reward functions."""
+    module = ModuleType("micro_reward")
+    module.seen = []
+
+    def spread(sample) -> float:
+        module.seen.append(sample)
+        return float(sum(sample.token_ids))
+
+    module.spread = spread
+    module.broken = lambda sample: 1 / 0
+    module.sometimes = lambda sample: 1.0 if sample.sample_index else 1 / 0
+    module.infinite = lambda sample: float("inf")
+    sys.modules["micro_reward"] = module
+    yield module
+    del sys.modules["micro_reward"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder, metrics rows, summary, events) of one run."""
+    out = tmp_path_factory.mktemp("runs") / "first"
+    events = Events()
+    summary = launch.train(micro(out, run__eval_every=2, data__train="bundled:arithmetic/train.jsonl@[0:4]",
+                                 **{"data__eval__few": "bundled:arithmetic/heldout.jsonl@[0:3]"},
+                                 data__eval__heldout="bundled:arithmetic/heldout.jsonl@[0:1]"), events)  # fmt: skip
+    return out, metrics_of(out), summary, events
+
+
+class Events(launch.Silent):
+    def __init__(self):
+        self.steps, self.phases, self.end = [], [], None
+
+    def on_step(self, metrics):
+        self.steps.append(metrics)
+
+    def on_progress(self, phase, done, total):
+        self.phases.append((phase, done, total))
+
+    def on_end(self, summary):
+        self.end = summary
+
+
+def metrics_of(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+
+
+def test_metrics_are_complete_and_exact(run):
+    _, rows, summary, _ = run
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert set(row) >= KEYS
+        assert row["train/train_rollout_logprob_abs_diff"] == row["train/logprob_abs_diff_max"] == 0
+        assert row["train/logprob_mismatch_tokens"] == row["train/logprob_uncompared_tokens"] == 0
+        assert row["train/logprob_compared_tokens"] == round(4 * row["rollout/response_len/mean"]) > 0
+        assert row["rollout/num_samples"] == 4
+        assert row["train/grad_norm"] > 0
+        assert all(not isinstance(v, float) or np.isfinite(v) for v in row.values())
+    assert [row.get("train/rescore_mismatch_tokens") for row in rows] == [0, 0, None]
+    assert [("eval/few/mean" in row, "eval/heldout/mean" in row) for row in rows] == [(True, True)] * 3
+    assert len({row["train/weight_digest"] for row in rows}) == 3
+    assert len({row["train/compute_digest"] for row in rows}) == 3
+    assert summary["steps"] == 3
+    assert summary["compared_tokens"] == sum(row["train/logprob_compared_tokens"] for row in rows)
+    assert summary["mismatch_tokens"] == 0
+
+
+def test_events_see_the_run(run):
+    _, rows, summary, events = run
+    assert events.steps == rows
+    assert events.end == summary
+    assert {phase for phase, _, _ in events.phases} == {"rollout", "train", "eval"}
+
+
+def test_run_folder_is_complete(run):
+    out, _, summary, _ = run
+    names = {p.name for p in out.iterdir()}
+    assert names >= {"config.toml", "plan.json", "environment.json", "metrics.jsonl", "samples", "checkpoints"}
+    assert not any(name.startswith(".") for name in names)
+    assert (out / "report.html").read_text().startswith("<!")
+    assert (summary["out"], summary["report"]) == (str(out), str(out / "report.html"))
+    config = load_recipe(out / "config.toml")
+    assert (config.run.steps, config.rollout.max_new_tokens, config.reward.name) == (3, 12, "micro_reward:spread")
+    assert exactrl.config.to_toml(config) == (out / "config.toml").read_text()
+    assert json.loads((out / "plan.json").read_text())["true_on_policy"] is True
+    assert json.loads((out / "environment.json").read_text())["seed"] == 0
+
+
+def test_sample_rows(run):
+    out, rows, _, _ = run
+    ids = set()
+    for step, metrics in enumerate(rows, 1):
+        samples = [json.loads(line) for line in (out / f"samples/step_{step:06d}.jsonl").read_text().splitlines()]
+        assert [s["sample"] for s in samples] == [0, 1, 0, 1]
+        assert sum(len(s["token_ids"]) for s in samples) == metrics["train/logprob_compared_tokens"]
+        assert np.mean([s["reward"] for s in samples]) == metrics["rollout/raw_reward"]
+        for s in samples:
+            assert set(s) == {
+                "id", "sample", "prompt", "prompt_token_ids", "token_ids", "text", "logprobs", "logprob_bits",
+                "finish_reason", "label", "reward", "advantage", "weight_version",
+            }  # fmt: skip
+            assert s["weight_version"] == step - 1
+            assert s["reward"] == sum(s["token_ids"])
+            assert len(s["token_ids"]) == len(s["logprobs"])
+            assert tuple(int(b, 16) for b in s["logprob_bits"]) == bit_list(s["logprobs"])
+            ids.add((step, s["id"], s["sample"], tuple(s["token_ids"])))
+        assert abs(samples[0]["advantage"] + samples[1]["advantage"]) < 1e-9
+    assert len({i[3] for i in ids}) > 8
+
+
+def test_checkpoint_is_a_model_folder(run):
+    out, rows, _, _ = run
+    folder = out / "checkpoints/step_000003"
+    assert [p.name for p in (out / "checkpoints").iterdir()] == [folder.name]
+    model = load_model(folder, Ops(CONTRACT), torch.bfloat16, trainable=True)
+    assert master_digest(model) == rows[-1]["train/weight_digest"]
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(theirs.get_input_embeddings().weight, model.embed.master)
+    (completion,) = exactrl.Engine(str(folder)).generate(["1+2\n"], SamplingParams(4))
+    assert 1 <= len(completion.token_ids) <= 4
+
+
+def test_two_runs_are_identical(tmp_path, run):
+    out, rows, _, _ = run
+    config = load_recipe(out / "config.toml", [("run.out", str(tmp_path / "again")), ("rollout.max_concurrent", "3"),
+                                               ("rollout.chunk_tokens", "9"), ("rollout.kv_tokens", "0")])  # fmt: skip
+    launch.train(config)
+    engine = {"rollout/preemptions", "rollout/prefix_hit_tokens", "rollout/recomputed_tokens", "rollout/engine_steps"}
+    again = without_times(metrics_of(tmp_path / "again"))
+    for ours, theirs in zip(without_times(rows), again, strict=True):
+        assert {k: v for k, v in ours.items() if k not in engine} == {k: v for k, v in theirs.items() if k not in engine}
+    for name in ("samples/step_000003.jsonl", "checkpoints/step_000003/model.safetensors"):
+        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_another_seed_gives_another_run(tmp_path, run):
+    launch.train(micro(tmp_path / "r", rollout__seed=1, run__steps=1))
+    (row,) = metrics_of(tmp_path / "r")
+    assert row["train/weight_digest"] != run[1][0]["train/weight_digest"]
+
+
+def test_an_existing_run_is_not_touched(run):
+    before = files(run[0])
+    with pytest.raises(UsageError, match="already holds a run"):
+        launch.train(micro(run[0]))
+    assert files(run[0]) == before
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_ulp_on_one_side_stops_the_run_before_weights_change(tmp_path, monkeypatch, side, dtype):
+    trainers = []
+    fault = one_ulp("layers.1.swiglu")
+    plain = launch.Trainer
+
+    def make_trainer(*args, **settings):
+        trainers.append(plain(*args, **settings, see=fault if side == "trainer" else None))
+        trainers.append(trainers[0].master_digest())
+        return trainers[0]
+
+    monkeypatch.setattr(launch, "Trainer", make_trainer)
+    if side == "engine":
+        monkeypatch.setattr(launch, "NativeEngine", partial(launch.NativeEngine, see=fault))
+    with pytest.raises(ParityError, match="logprob differ") as caught:
+        launch.train(micro(tmp_path / "r", model__dtype=dtype, run__audit_every=0))
+    assert caught.value.exit_code == 3
+    trainer, digest = trainers
+    assert (trainer.version, trainer.master_digest()) == (0, digest)
+    assert metrics_of(tmp_path / "r") == []
+    assert not (tmp_path / "r/checkpoints").exists()
+
+
+def test_a_later_minibatch_is_only_seen_by_audits(tmp_path):
+    """4 samples in 2 minibatches: half are compared by the gradient forward, all of them on audited steps."""
+    launch.train(micro(tmp_path / "r", train__minibatches=2, run__steps=3))
+    for row in metrics_of(tmp_path / "r"):
+        compared, rest = row["train/logprob_compared_tokens"], row["train/logprob_uncompared_tokens"]
+        assert compared + rest == round(4 * row["rollout/response_len/mean"])
+        assert (rest == 0) == (row["step"] in (1, 2))
+        assert row.get("train/rescore_mismatch_tokens") == (0 if row["step"] in (1, 2) else None)
+
+
+def test_without_true_on_policy_differences_are_reported(tmp_path):
+    launch.train(micro(tmp_path / "r", contract__true_on_policy="false", rollout__prompts_per_step=4, run__steps=2))
+    rows = metrics_of(tmp_path / "r")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["train/logprob_compared_tokens"] > 0
+        assert row["train/train_rollout_logprob_abs_diff"] < 0.1
+        assert (row["train/logprob_mismatch_tokens"] > 0) == (row["train/logprob_abs_diff_max"] > 0)
+    assert sum(row["train/logprob_mismatch_tokens"] for row in rows) > 0
+
+
+def test_reward_errors(tmp_path):
+    with pytest.raises(UsageError, match=r"#0 with ZeroDivisionError.*reward\.on_error"):
+        launch.train(micro(tmp_path / "stop", reward__name="micro_reward:broken"))
+    launch.train(micro(tmp_path / "zero", reward__name="micro_reward:sometimes", reward__on_error="zero", run__steps=1))
+    (row,) = metrics_of(tmp_path / "zero")
+    assert (row["rollout/failed_rewards"], row["rollout/raw_reward"]) == (2, 0.5)
+    with pytest.raises(UsageError, match="nothing can be trained on"):
+        launch.train(micro(tmp_path / "drop", reward__name="micro_reward:sometimes", reward__on_error="drop"))
+    launch.train(micro(tmp_path / "left", reward__name="micro_reward:sometimes", reward__on_error="drop", run__steps=1,
+                       rollout__samples_per_prompt=3))  # fmt: skip
+    (row,) = metrics_of(tmp_path / "left")
+    assert (row["rollout/failed_rewards"], row["rollout/raw_reward"]) == (2, 1.0)
+    samples = (tmp_path / "left/samples/step_000001.jsonl").read_text().splitlines()
+    assert [json.loads(s)["sample"] for s in samples] == [1, 2, 1, 2]
+
+
+def test_a_reward_that_is_not_finite_stops_the_run(tmp_path):
+    with pytest.raises((NonFiniteError, UsageError), match=r"#0.*finite|finite.*#0|inf.*#0"):
+        launch.train(micro(tmp_path / "r", reward__name="micro_reward:infinite"))
+
+
+def test_a_reward_sees_the_whole_sample(run, rewards):
+    sample = rewards.seen[0]
+    assert sample.text is not None
+    assert sample.label.isdigit()
+    assert (len(sample.logprobs), sample.logprobs.dtype) == (len(sample.token_ids), np.float32)
+
+
+def test_problems_found_before_the_run_leave_no_folder(tmp_path):
+    cases = [
+        (ModelError, {"model__path": "no-such-model"}),
+        (ConfigError, {"reward__name": "no_such_module:f"}),
+        (ConfigError, {"reward__name": "micro_reward:no_such_function"}),
+        (DataError, {"data__train": "no-such-file.jsonl"}),
+        (DataError, {"data__max_prompt_tokens": 5}),
+        (ConfigError, {"contract__k_leaves": 256}),
+    ]
+    for error, changes in cases:
+        with pytest.raises(error):
+            launch.train(micro(tmp_path / "r", **changes))
+        assert not (tmp_path / "r").exists(), changes
+
+
+def test_overlong_prompts_error_or_filter(tmp_path):
+    data = tmp_path / "data.jsonl"
+    rows = [{"id": str(i), "prompt": "1+2\n" * (1 + 30 * (i % 2)), "label": "3"} for i in range(6)]
+    data.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    with pytest.raises(DataError, match=r"line 2.*more than data\.max_prompt_tokens = 64"):
+        launch.train(micro(tmp_path / "r", data__train=data))
+    launch.train(micro(tmp_path / "r", data__train=data, data__overlong_prompts="filter"))
+    for step in (1, 2, 3):
+        lines = (tmp_path / f"r/samples/step_{step:06d}.jsonl").read_text().splitlines()
+        assert all(int(json.loads(line)["id"].partition("@")[0]) % 2 == 0 for line in lines)
+
+
+def test_checkpoints_are_kept_and_pruned(tmp_path):
+    launch.train(micro(tmp_path / "r", run__checkpoint_every=1, run__keep_checkpoints=2))
+    assert sorted(p.name for p in (tmp_path / "r/checkpoints").iterdir()) == ["step_000002", "step_000003"]
+
+
+def test_plan_names_what_the_switch_derives(tmp_path):
+    exact, off = (launch.plan(micro(tmp_path, contract__true_on_policy=v)) for v in ("true", "false"))
+    assert json.loads(json.dumps(exact)) == exact
+    assert exact["contract"]["digest"] == CONTRACT.digest
+    assert (exact["true_on_policy"], off["true_on_policy"]) == (True, False)
+    for section in ("kernels", "check", "train"):
+        assert exact[section] != off[section]
+    with pytest.raises(ConfigError, match="k_leaves 256 does not divide"):
+        launch.plan(micro(tmp_path, contract__k_leaves=256))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return exactrl.Engine("tiny", kv_tokens=1024)
+
+
+def test_engine_generates_from_text_ids_and_requests(engine):
+    params = exactrl.SamplingParams(max_new_tokens=20)
+    text = "Add the numbers column by column.\n21+84+14\n"
+    ids = engine.encode(text)
+    (from_text,) = engine.generate([text], params)
+    (from_ids,) = engine.generate([list(ids)], params)
+    request = Request("0", ids, SamplingParams(20, 1.0, engine.eos_ids), noise_key(0, "generate", 0, 0, "0", 0))
+    (from_request,) = engine.generate([request])
+    assert trajectories([from_text]) == trajectories([from_ids]) == trajectories([from_request])
+    seeds = [engine.generate([text], params, seed=s)[0].token_ids for s in range(4)]
+    assert seeds[0] == from_text.token_ids
+    assert len(set(map(tuple, seeds))) > 1
+    for c in engine.generate([text] * 4, exactrl.SamplingParams(max_new_tokens=60)):
+        assert (c.finish_reason == "stop") == (c.token_ids[-1] in engine.eos_ids)
+    with pytest.raises(ConfigError, match="SamplingParams"):
+        engine.generate([text])
+    with pytest.raises(RequestError, match="empty prompt"):
+        engine.generate([""], params)
+
+
+def test_generate_rows_do_not_depend_on_limits():
+    prompts = [("a", "1+2+3\n"), ("b", [10, 11, 12, 13]), ("c", "Add the numbers column by column.\n")]
+    common = {"samples": 2, "seed": 3, "temperature": 0.8, "max_new_tokens": 10, "dtype": "bfloat16",
+              "true_on_policy": True, "on_progress": lambda *a: None}  # fmt: skip
+
+    def rows(**limits):
+        found = launch.generate("tiny", prompts, **common, **limits)
+        return [(r["id"], r["sample"], r["token_ids"], r["text"], bit_list(r["logprobs"])) for r in found]
+
+    wide = rows(max_concurrent=64, kv_tokens=0, chunk_tokens=2048)
+    assert [r[:2] for r in wide] == [(p, s) for p in "abc" for s in (0, 1)]
+    assert wide == rows(max_concurrent=2, kv_tokens=64, chunk_tokens=3)
+    assert wide[0][2] != wide[1][2]
