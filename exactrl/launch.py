@@ -18,6 +18,7 @@ from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model, save_model
 from exactrl.model.qwen3 import Qwen3
 from exactrl.ops import Ops
+from exactrl.ops.cpu.jit import require_denormals
 from exactrl.parity import check as ladder
 from exactrl.parity.oracle import Oracle
 from exactrl.parity.subject import Subject
@@ -124,6 +125,7 @@ def train(config: Config, events: Events | None = None) -> dict[str, Any]:
     """
     events = events or Silent()
     begin = time.perf_counter()
+    require_denormals()
     folder = find_model(config.model.path)
     task, tokenizer = build_task(config, folder)
     engine, trainer = build_engine(config, folder), build_trainer(config, folder)
@@ -293,6 +295,7 @@ def check(
     """
     if device != "cpu":
         raise EnvironmentProblem(f"no kernels for device {device!r} yet; use --device cpu")
+    require_denormals()
     folder = find_model(model)
     return ladder.check([subject_of(folder, d, true_on_policy, seed) for d in dtypes], rungs, on_rung)
 

@@ -26,7 +26,7 @@ class Oracle:
         self.begin([])
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Starts a step. Raises ParityError for a rollout logprob that is missing, NonFiniteError for one not finite."""
+        """Starts a step. Raises ParityError for a missing rollout logprob, NonFiniteError for one not finite."""
         self._step: dict[int, Sample] = {id(s): s for s in samples}
         self._train: dict[int, NDArray[np.float32]] = {}
         self._rescore: dict[int, NDArray[np.float32]] = {}

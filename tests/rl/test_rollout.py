@@ -73,7 +73,8 @@ def test_groups_are_the_engines_completions_in_order():
 
 
 def test_greedy_samples_are_scored_at_temperature_1():
-    (group,) = rollout(FakeEngine(), PROMPTS[:1], 1, SamplingParams(8, 0.0), Draw(0, "e", 0), FakeTask(), lambda *a: None)
+    greedy = SamplingParams(8, 0.0)
+    (group,) = rollout(FakeEngine(), PROMPTS[:1], 1, greedy, Draw(0, "e", 0), FakeTask(), lambda *a: None)
     assert group.samples[0].temperature == 1.0
 
 

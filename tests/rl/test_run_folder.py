@@ -47,7 +47,7 @@ def test_metrics_are_finite_numbers(tmp_path):
 
 def test_bits_survive_the_file(tmp_path):
     values = np.array([-0.0, -1e-45, -3.4e38, -0.1, -2.0], np.float32)
-    sample = Sample("p", 3, (1, 2), [5, 6, 7, 8, 9], values, "length", 2, 1.0, text="a\u2028b", reward=1.0, advantage=-0.5)
+    sample = Sample("p", 3, (1, 2), [5, 6, 7, 8, 9], values, "length", 2, 1.0, text="a\u2028b", reward=1.0)
     out = RunFolder(tmp_path / "run")
     out.write_samples(7, [Group(Prompt("p", "q", (1, 2), "l"), [sample, sample])])
     lines = (tmp_path / "run/samples/step_000007.jsonl").read_text().splitlines()

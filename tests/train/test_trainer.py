@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 
-from exactrl.errors import NonFiniteError, UsageError
-from exactrl.model.weights import named_masters, places
+from exactrl.errors import NonFiniteError, ParityError, UsageError
+from exactrl.model.weights import compute_digest, named_masters, places
 from exactrl.ops import Ops
+from exactrl.ops.cpu.jit import forced_threads
 from exactrl.parity.oracle import Oracle
 from exactrl.sync.memory import sync
 from exactrl.train.packing import MicroBatch, pack
@@ -26,6 +27,7 @@ from tests.train.helpers import (
     captured_gradients,
     make_engine,
     make_trainer,
+    one_torch_thread,  # noqa: F401
     one_ulp,
     recorded,
     request,
@@ -75,6 +77,18 @@ def test_scores_of_single_samples_and_of_any_order_agree(dtype, samples):
         assert bit_list(again) == bit_list(s.logprobs)
 
 
+def test_threads_change_no_bit_of_a_score(dtype, samples):
+    trainer, before = make_trainer(dtype), torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            with forced_threads(threads):
+                scores = trainer.score(samples)
+        finally:
+            torch.set_num_threads(before)
+        assert [bit_list(lp) for lp in scores] == [bit_list(s.logprobs) for s in samples]
+
+
 def test_parity_holds_after_updates(dtype):
     trainer, engine = make_trainer(dtype, max_tokens_per_microbatch=200), make_engine(dtype, kv_tokens=320)
     digests, seen = [trainer.master_digest()], []
@@ -99,6 +113,23 @@ def test_a_one_ulp_fault_on_either_side_is_seen(dtype, samples):
     faulty.step(samples, audit=True, observe=recorder)
     for kind in ("train", "rescore"):
         assert recorder.seen[kind] != recorded(samples)
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+def test_panels_that_went_stale_are_noticed(dtype, side):
+    """Kernels read packed panels, and the digest is theirs: right weights beside wrong panels cannot pass."""
+    trainer, engine = make_trainer(dtype), make_engine(dtype)
+    sync(trainer, engine)
+    model = trainer.model if side == "trainer" else engine.model
+    before = compute_digest(model)
+    weight = model.layers[1].down
+    weight.panels[3] += 1
+    assert compute_digest(model) != before
+    if side == "trainer":
+        with pytest.raises(ParityError, match="kernels read"):
+            sync(trainer, engine)
+    else:
+        assert sync(trainer, engine) == before  # loading packs anew
 
 
 def test_A_09_temperature_is_applied():

@@ -24,9 +24,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 import numba
 import numpy as np
 import torch
+from filelock import FileLock
+from numba.core.caching import FunctionCache
+
+from exactrl.errors import EnvironmentProblem
 
 # Below this many multiply-adds waking a second thread costs more than it saves.
-MIN_PARALLEL_WORK = 400_000
+MIN_PARALLEL_WORK = 400_000.0
 
 
 def sources_digest() -> str:
@@ -48,6 +52,26 @@ def cache_dir() -> Path:
 
 
 _CACHE = str(cache_dir())
+_CACHE_LOCK = FileLock(str(Path(_CACHE) / ".lock"))
+
+
+class _SharedCache(FunctionCache):
+    """numba's on-disk cache, made safe for processes that compile at the same time.
+
+    numba picks a free file name, then writes index and file, without a lock: two processes can pick the same name, and
+    the index then maps one signature to the code of another. Loading that runs a float32 kernel on bfloat16 bits,
+    silently. So both directions hold a lock, and what is loaded must be of the signature asked for.
+    """
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with _CACHE_LOCK:
+            super().save_overload(sig, data)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        with _CACHE_LOCK:
+            found = super().load_overload(sig, target_context)
+        arguments = sig if isinstance(sig, tuple) else sig.args
+        return found if found is None or tuple(found.signature.args) == tuple(arguments) else None
 
 
 def _njit(**options: Any) -> Callable[[Any], Any]:
@@ -55,7 +79,9 @@ def _njit(**options: Any) -> Callable[[Any], Any]:
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = _CACHE  # numba reads it when the function is decorated
         try:
-            return numba.njit(boundscheck=False, error_model="numpy", cache=True, **options)(function)
+            dispatcher = numba.njit(boundscheck=False, error_model="numpy", **options)(function)
+            dispatcher._cache = _SharedCache(function)  # what cache=True does, with our class
+            return dispatcher
         finally:
             numba.config.CACHE_DIR = before
 
@@ -134,6 +160,16 @@ def set_num_threads(n: int) -> None:
     """Threads of the CPU kernels and of torch; 1 to the number numba started with."""
     numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))
     torch.set_num_threads(n)
+
+
+def require_denormals() -> None:
+    """Raises EnvironmentProblem when this thread flushes denormal numbers to zero: that changes bits, and only on the
+    threads that do it."""
+    if float(np.float32(1e-40) * np.float32(1.0)) == 0.0 or float(torch.tensor(1e-40).mul(1.0)) == 0.0:
+        raise EnvironmentProblem(
+            "this process flushes denormal numbers to zero, which changes the bits of results; "
+            "call torch.set_flush_denormal(False), and avoid libraries built with -ffast-math"
+        )
 
 
 def flat(t: torch.Tensor) -> np.ndarray:
