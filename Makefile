@@ -43,7 +43,8 @@ lint: install-test
 	$(BIN)/mypy
 
 bench: compile
-	$(BIN)/exactrl bench $(NAME)
+	$(BIN)/python -m pip install -q -e '.[test]'
+	$(BIN)/python -m bench.$(NAME)
 
 # Keeps runs/.
 clean:

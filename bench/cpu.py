@@ -1,4 +1,4 @@
-"""`python bench/cpu.py`: what exactness costs on a CPU.
+"""`python -m bench.cpu`: what exactness costs on a CPU.
 
 True on-policy against plain torch ops in the same engine and trainer, and plain against transformers, so that the
 baseline is an honest one. Every figure is the median of pairwise ratios of interleaved runs.

@@ -22,8 +22,11 @@ class RolloutEngine(Protocol):
     weight_version: int
     stats: EngineStats
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions in request order. Raises RequestError for a request that can never fit, before any work."""
+    def generate(
+        self, requests: Sequence[Request], on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Completion]:
+        """Completions in request order; on_progress(finished, total) now and then. Raises RequestError for a request
+        that can never fit, before any work."""
         ...
 
     def load_weights(self, weights: NamedTensors, version: int) -> str:

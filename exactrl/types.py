@@ -96,15 +96,6 @@ class Group:
     samples: list[Sample]
 
 
-@dataclass(frozen=True, slots=True)
-class WeightVersion:
-    """`version` counts optimizer updates; digests are hex strings (numerics.md, "Weights")."""
-
-    version: int
-    master_digest: str
-    compute_digest: str
-
-
 @dataclass(slots=True)
 class EngineStats:
     """Counters of one `generate` call (or several, summed)."""

@@ -16,6 +16,7 @@ from exactrl import launch
 from exactrl.config import load_recipe
 from exactrl.contract import noise_key
 from exactrl.errors import ConfigError, DataError, ModelError, NonFiniteError, ParityError, RequestError, UsageError
+from exactrl.model.config import find_model
 from exactrl.model.folder import load_model
 from exactrl.model.weights import master_digest
 from exactrl.ops import Ops
@@ -325,6 +326,35 @@ def test_plan_names_what_the_switch_derives(tmp_path):
         assert exact[section] != off[section]
     with pytest.raises(ConfigError, match="k_leaves 256 does not divide"):
         launch.plan(micro(tmp_path, contract__k_leaves=256))
+
+
+def test_every_setting_of_the_trainer_arrives(tmp_path):
+    settings = {
+        "train__lr": 0.25, "train__betas": "[0.5, 0.75]", "train__weight_decay": 0.125, "train__grad_clip": 3.0,
+        "train__minibatches": 2, "train__max_tokens_per_microbatch": 77, "train__loss_aggregation": "sequence-mean",
+        "train__clip_low": 0.1, "train__clip_high": 0.4,
+    }  # fmt: skip
+    for exact in (True, False):
+        config = micro(tmp_path, contract__true_on_policy=str(exact).lower(), model__dtype="float32", **settings)
+        trainer = launch.build_trainer(config, find_model("tiny"))
+        matrices, vectors = trainer.optimizer.param_groups
+        assert (matrices["lr"], matrices["betas"], matrices["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
+        assert (vectors["lr"], vectors["betas"], vectors["weight_decay"]) == (0.25, (0.5, 0.75), 0.0)
+        assert (trainer.grad_clip, trainer.minibatches, trainer.budget) == (3.0, 2, 77)
+        assert (trainer.aggregation, trainer.clip) == ("sequence-mean", (0.1, 0.4))
+        assert trainer.recompute_old_logprobs is not exact
+        assert (trainer.model.ops.exact, trainer.model.dtype) == (exact, torch.float32)
+
+
+def test_every_setting_of_the_engine_arrives(tmp_path):
+    settings = {"rollout__max_concurrent": 7, "rollout__kv_tokens": 100, "rollout__chunk_tokens": 13}
+    for exact in (True, False):
+        config = micro(tmp_path, contract__true_on_policy=str(exact).lower(), contract__k_leaves=4, **settings)
+        engine = launch.build_engine(config, find_model("tiny"))
+        scheduler = engine.scheduler
+        assert (scheduler.max_concurrent, scheduler.chunk_tokens, scheduler.max_model_tokens) == (7, 13, 64 + 12)
+        assert engine.allocator.num_blocks == 7  # 100 tokens in blocks of 16
+        assert (engine.model.ops.exact, engine.model.leaves) == (exact, 4)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 
 from exactrl.contract import Contract
 from exactrl.ops import embedding, head, linear, norm, qkv, swiglu
+from exactrl.ops.cpu.simd import LANES
 from exactrl.ops.weight import Weight
 
 
@@ -21,6 +22,9 @@ class Ops:
 
     contract: Contract
     exact: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.contract.lanes == LANES, f"the kernels add rows in {LANES} lanes, the contract asks for {self.contract.lanes}"
 
     def embedding(self, ids: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         return (embedding.embedding_exact if self.exact else embedding.embedding_plain)(ids, weight, dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import torch
 
-import exactrl
+from exactrl import __version__
 from exactrl.ops.cpu.jit import sources_digest
 
 LIBRARIES = ("torch", "numba", "llvmlite", "numpy", "safetensors", "tokenizers", "pydantic")
@@ -23,7 +23,7 @@ VARIABLES = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_
 def environment() -> dict[str, Any]:
     """JSON-ready description of this process's environment."""
     return {
-        "exactrl": exactrl.__version__,
+        "exactrl": __version__,
         "git_revision": git_revision(),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -40,7 +40,7 @@ def environment() -> dict[str, Any]:
 
 def git_revision() -> str | None:
     """Commit of the source tree the package runs from, "+dirty" when it has changes; None when installed without git."""
-    folder = Path(exactrl.__file__).parent
+    folder = Path(__file__).parent.parent
     try:
         run = lambda *a: subprocess.run(("git", "-C", str(folder), *a), capture_output=True, text=True, timeout=10)  # noqa: E731
         commit = run("rev-parse", "HEAD")

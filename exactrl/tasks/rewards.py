@@ -22,7 +22,8 @@ def resolve_reward(name: str, timeout_s: float = 5.0) -> Reward:
     """The reward function named in a recipe: a key of BUNDLED, or `module:function` with function(sample) -> float.
 
     The returned function raises UsageError when a user's function returns anything but a finite number; whatever the
-    user's function raises passes through; one that takes longer than timeout_s raises UsageError. What happens then (data `on_error`: stop, zero or drop) is the caller's part.
+    user's function raises passes through; one that takes longer than timeout_s raises UsageError. What happens then
+    (reward.on_error: stop, zero or drop) is the caller's part.
     Raises ConfigError when there is no such reward.
     """
     if name in BUNDLED:

@@ -376,6 +376,20 @@ def test_A_53_nothing_broken_counts_as_on_policy():
         make_trainer().step([replace(far, advantage=-1.0)], audit=False, observe=unobserved)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clipped"),
+    [(1.25, 1.0, 0), (1.3, 1.0, 1), (1.3, -1.0, 0), (0.85, -1.0, 0), (0.75, -1.0, 1), (0.75, 1.0, 0)],
+)
+def test_the_ratio_is_clipped_on_its_two_sides(ratio, advantage, clipped):
+    trainer = make_trainer(clip_low=0.2, clip_high=0.28)
+    s = sample(tokens(4, 0), tokens(6, 1), advantage=advantage)
+    (current,) = trainer.score([s])
+    old = current - np.float32(math.log(ratio))
+    metrics = trainer.step([replace(s, logprobs=old)], audit=False, observe=unobserved)
+    assert metrics["train/pg_clipfrac"] == clipped
+    assert (metrics["train/grad_norm"] == 0) == bool(clipped)
+
+
 def test_samples_without_any_token_are_refused():
     with pytest.raises(UsageError, match="no token"):
         make_trainer().step([sample([1, 2], [])], audit=False, observe=unobserved)
