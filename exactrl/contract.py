@@ -57,7 +57,7 @@ def get_contract(name: str, *, k_leaves: int = 1, residual_dtype: str = "bfloat1
 
 
 def noise_key(seed: int, stream: str, step: int, retry: int, row_id: str, sample_index: int) -> int:
-    """64-bit Philox key of one response: everything its sampling noise depends on besides position and vocabulary index.
+    """64-bit Philox key of one response: all that its sampling noise depends on besides position and vocabulary index.
 
     `stream` separates uses of the same seed ("train", "eval/<name>", "generate"), `row_id` is the prompt's unique id.
     """

@@ -74,7 +74,7 @@ def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer]:
     if tokenizer is None:
         raise ModelError(f"{folder}: training needs the model's tokenizer.json")
     data = config.data
-    keys = {
+    keys: dict[str, Any] = {
         "prompt_key": data.prompt_key, "label_key": data.label_key, "id_key": data.id_key,
         "max_prompt_tokens": data.max_prompt_tokens, "overlong_prompts": data.overlong_prompts,
     }  # fmt: skip

@@ -53,7 +53,12 @@ class Engine:
         limit = max_model_tokens or model.config.max_positions
         num_blocks = -(-kv_tokens // PAGE) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit)
         self.allocator = BlockAllocator(
-            num_blocks, PAGE, root_key=self._root(), enable_prefix_cache=prefix_cache, order=block_order, seed=block_seed
+            num_blocks,
+            PAGE,
+            root_key=self._root(),
+            enable_prefix_cache=prefix_cache,
+            order=block_order,
+            seed=block_seed,
         )
         self.scheduler = Scheduler(
             self.allocator, max_concurrent=max_concurrent, chunk_tokens=chunk_tokens, max_model_tokens=limit
@@ -129,7 +134,9 @@ class Engine:
         vocab = self.model.config.vocab_size
         for i, token in enumerate(request.token_ids):
             if not 0 <= token < vocab:
-                raise RequestError(f"request {request.id!r}: token id {token} at position {i} is not in 0 … {vocab - 1}")
+                raise RequestError(
+                    f"request {request.id!r}: token id {token} at position {i} is not in 0 … {vocab - 1}"
+                )
         t = request.params.temperature
         if not (t == 0 or 1e-3 <= t < math.inf):
             raise RequestError(f"request {request.id!r}: temperature {t} must be 0 (greedy) or at least 0.001")
@@ -139,8 +146,8 @@ class Engine:
         for (token, logprob), seq in zip(sampled, sequences, strict=True):
             if token < 0 or not math.isfinite(logprob):
                 raise NonFiniteError(
-                    f"request {seq.request.id!r}: logprob {logprob} at position {seq.num_tokens}; the model's logits are "
-                    f"not finite there (weight version {self.weight_version})"
+                    f"request {seq.request.id!r}: logprob {logprob} at position {seq.num_tokens}; the model's logits "
+                    f"are not finite there (weight version {self.weight_version})"
                 )
 
     def _completion(self, seq: Generation) -> Completion:

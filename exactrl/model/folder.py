@@ -71,7 +71,7 @@ def save_model(
     model: Qwen3, folder: Path, *, companions: Path | None = None, masters: bool = False, shard_bytes: int = 5 << 30
 ) -> None:
     """Writes a folder that transformers opens: weights in the compute dtype (`masters`: in fp32), config.json, and the
-    tokenizer files of `companions`. The folder must not exist; it is written beside and renamed, so it is whole or absent."""
+    tokenizer files of `companions`. The folder must not exist; it is written beside and renamed: whole or absent."""
     if folder.exists():
         raise ModelError(f"{folder} exists already; a model is never written over another")
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
@@ -79,7 +79,9 @@ def save_model(
     temporary.mkdir(parents=True)
     try:
         dtype = "float32" if masters or model.dtype == torch.float32 else "bfloat16"
-        write_folder(temporary, model.config, named_masters(model) if masters else named_weights(model), dtype, shard_bytes)
+        write_folder(
+            temporary, model.config, named_masters(model) if masters else named_weights(model), dtype, shard_bytes
+        )
         for name in COMPANIONS if companions else ():
             if companions and (companions / name).is_file():
                 shutil.copyfile(companions / name, temporary / name)

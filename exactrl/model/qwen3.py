@@ -39,7 +39,10 @@ class Layer(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """`trainable`: weights have fp32 masters that receive gradients; otherwise compute weights only."""
+    """`trainable`: weights have fp32 masters that receive gradients; otherwise compute weights only.
+
+    `layers` is a plain typed list; `registered_layers` makes them known to torch.
+    """
 
     def __init__(self, config: ModelConfig, ops: Ops, dtype: torch.dtype, *, trainable: bool) -> None:
         """Raises ConfigError when k_leaves does not divide the inputs of o_proj and down_proj."""
@@ -61,9 +64,14 @@ class Qwen3(nn.Module):
 
         tied = config.tie_word_embeddings
         self.embed = Weight(
-            (config.vocab_size, config.hidden_size), dtype, trainable=trainable, packed=ops.exact and tied, gathered=True
+            (config.vocab_size, config.hidden_size),
+            dtype,
+            trainable=trainable,
+            packed=ops.exact and tied,
+            gathered=True,
         )
-        self.layers = nn.ModuleList(Layer(config, matrix, vector) for _ in range(config.num_layers))
+        self.layers = [Layer(config, matrix, vector) for _ in range(config.num_layers)]
+        self.registered_layers = nn.ModuleList(self.layers)
         self.norm = vector(config.hidden_size)
         self.head = self.embed if tied else matrix(config.vocab_size, config.hidden_size)
         self.rope = RopeTable.build(config.rope_theta, config.head_dim, 0)

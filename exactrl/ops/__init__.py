@@ -18,13 +18,15 @@ from exactrl.ops.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The ops of one run. Legend: T tokens, R rows, K in, N out, H query heads, HK kv heads, D head dim, I intermediate."""
+    """The ops of one run. Legend: T tokens, R rows, K in, N out, H query heads, HK kv heads, D head dim."""
 
     contract: Contract
     exact: bool = True
 
     def __post_init__(self) -> None:
-        assert self.contract.lanes == LANES, f"the kernels add rows in {LANES} lanes, the contract asks for {self.contract.lanes}"
+        assert self.contract.lanes == LANES, (
+            f"the kernels add rows in {LANES} lanes, the contract asks for {self.contract.lanes}"
+        )
 
     def embedding(self, ids: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         return (embedding.embedding_exact if self.exact else embedding.embedding_plain)(ids, weight, dtype)

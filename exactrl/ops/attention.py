@@ -39,7 +39,12 @@ class Rows:
 
     @classmethod
     def build(
-        cls, starts: np.ndarray, first: np.ndarray, tables: np.ndarray, shape: HeadShape, slots: np.ndarray | None = None
+        cls,
+        starts: np.ndarray,
+        first: np.ndarray,
+        tables: np.ndarray,
+        shape: HeadShape,
+        slots: np.ndarray | None = None,
     ) -> Rows:
         """starts int64 [S + 1], first int64 [S], tables int32 [S, P]."""
         counts = np.diff(starts)
@@ -134,8 +139,6 @@ class _PackedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, contract: Contract
-) -> torch.Tensor:
+def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, contract: Contract) -> torch.Tensor:
     """Whole sequences side by side, each from position 0; pages are this call's own. Differentiable."""
     return _PackedAttention.apply(q, k, v, rows, contract)

@@ -15,8 +15,8 @@ def packed_attention_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ro
     index = rows.starts[:-1, None] + torch.arange(longest)
     valid = torch.arange(longest) < lengths[:, None]
     index = torch.where(valid, index, 0)
-    padded = [x[index].transpose(1, 2) for x in (q, k, v)]
-    out = scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
+    q, k, v = (x[index].transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)[valid]
 
 

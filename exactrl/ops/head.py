@@ -79,7 +79,9 @@ class _Logprobs(torch.autograd.Function):
             d_logits = torch.empty_like(logits)
             parts = (targets, temperatures, lse, entropy, d_logprobs, d_entropy)
             args = (jit.flat(logits), *(jit.flat(x[a:b]) for x in parts), jit.flat(d_logits), vocab)
-            jit.run(kernels.logprob_backward_range, kernels.logprob_backward_parallel, b - a, (b - a) * vocab * 24.0, args)
+            jit.run(
+                kernels.logprob_backward_range, kernels.logprob_backward_parallel, b - a, (b - a) * vocab * 24.0, args
+            )
             dh[a:b] = grad_input(d_logits, weight.rows(), hidden.dtype)
             grad_weight(d_logits, hidden[a:b], into=dw)
         return dh, dw, None, None, None, None

@@ -26,9 +26,7 @@ def product(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype, leaves: int
     m = x.shape[0]
     y = torch.empty(m, n, dtype=out_dtype)
     assert weight.panels is not None, "canonical products read packed panels"
-    gemm.gemm(
-        jit.flat(x), k, 1, jit.flat(weight.panels), jit.flat(y), m, k, n, leaves=leaves
-    )
+    gemm.gemm(jit.flat(x), k, 1, jit.flat(weight.panels), jit.flat(y), m, k, n, leaves=leaves)
     return y
 
 
@@ -54,9 +52,7 @@ def grad_weight(dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = N
     m, n = dy.shape
     k = x.shape[1]
     dw = torch.empty(n, k) if into is None else into
-    gemm.gemm(
-        jit.flat(dy), 1, n, jit.flat(columns(x)), jit.flat(dw), n, m, k, accumulate=into is not None
-    )
+    gemm.gemm(jit.flat(dy), 1, n, jit.flat(columns(x)), jit.flat(dw), n, m, k, accumulate=into is not None)
     return dw
 
 

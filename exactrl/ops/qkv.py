@@ -1,7 +1,7 @@
 """qkv: splits the fused projection, applies QK-norm and rotary embedding.
 
-Definition: q and k heads are RMS-normalised (as in norm.py, row length D), rounded, rotated in fp32 with tables built in
-fp64 and stored fp32, indexed by absolute position, and rounded again; v is copied.
+Definition: q and k heads are RMS-normalised (as in norm.py, row length D), rounded, rotated in fp32 with tables built
+in fp64 and stored fp32, indexed by absolute position, and rounded again; v is copied.
 """
 
 from __future__ import annotations

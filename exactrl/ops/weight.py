@@ -22,7 +22,8 @@ class Weight(nn.Module):
         self, shape: tuple[int, ...], dtype: torch.dtype, *, trainable: bool, packed: bool, gathered: bool = False
     ) -> None:
         super().__init__()
-        self.shape, self.dtype = tuple(shape), dtype
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.dtype = dtype
         self.packed, self.gathered = packed, gathered
         self.keep_rows = gathered or trainable or not packed
         self.master: nn.Parameter | None = None
@@ -32,7 +33,7 @@ class Weight(nn.Module):
         self.panels: torch.Tensor | None = None
 
     def assign(self, value: torch.Tensor) -> None:
-        """Sets the weight from a tensor of its shape, any float dtype; the storage that kernels read is kept in place."""
+        """Sets the weight from a float tensor of its shape; the storage that kernels read is kept in place."""
         if tuple(value.shape) != self.shape:
             raise AssertionError(f"weight of shape {self.shape} assigned from {tuple(value.shape)}")
         if self.master is not None:

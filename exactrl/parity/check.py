@@ -15,7 +15,7 @@ from exactrl.parity.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class RungResult:
-    """What a rung found. status "pass", "fail" or "skip"; compared, mismatched: numbers of values; seconds: wall time."""
+    """What a rung found. status "pass", "fail" or "skip"; compared, mismatched count values; seconds of wall time."""
 
     name: str
     dtype: str

@@ -43,7 +43,7 @@ class Tally:
             self.tensors(torch.from_numpy(np.array(x)), torch.from_numpy(np.array(y)), f"{what}, sequence {i}")
 
     def trajectories(self, a: Sequence[Completion], b: Sequence[Completion], what: str) -> None:
-        """Tokens and logprob bits, token by token; after a differing token the rest of the response counts as differing."""
+        """Tokens and logprob bits, token by token; after a differing token the rest of the response differs, too."""
         for x, y in zip(a, b, strict=True):
             n = max(len(x.token_ids), len(y.token_ids))
             same = [t == u for t, u in zip(x.token_ids, y.token_ids, strict=False)]

@@ -118,9 +118,11 @@ def sample(subject: Subject, tally: Tally) -> None:
 def _sequences(subject: Subject, lengths: list[int], scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape, total = subject.rollout_model.shape, sum(lengths)
     q = _values(subject, total, shape.heads, shape.dim, scale=scale)
-    return q, _values(subject, total + 1, shape.kv_heads, shape.dim)[1:], _values(
-        subject, total + 2, shape.kv_heads, shape.dim
-    )[2:]
+    return (
+        q,
+        _values(subject, total + 1, shape.kv_heads, shape.dim)[1:],
+        _values(subject, total + 2, shape.kv_heads, shape.dim)[2:],
+    )
 
 
 def _packed(model: Qwen3, lengths: list[int]) -> PackedState:

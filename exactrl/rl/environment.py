@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """Commit of the source tree the package runs from, "+dirty" when it has changes; None when installed without git."""
+    """Commit of the source tree the package runs from, "+dirty" when it has changes; None without git."""
     folder = Path(__file__).parent.parent
     try:
         run = lambda *a: subprocess.run(("git", "-C", str(folder), *a), capture_output=True, text=True, timeout=10)  # noqa: E731

@@ -8,22 +8,26 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exactrl.algo.algorithm import Algorithm
 from exactrl.errors import UsageError
-from exactrl.protocols import Observer, RolloutEngine, Task, Trainer
+from exactrl.protocols import RolloutEngine, Task, Trainer
 from exactrl.rl.rollout import Draw, Progress, assign_rewards, rollout
 from exactrl.types import EngineStats, Group, Sample, SamplingParams
 
 Metrics = dict[str, Any]
+LogprobArray = NDArray[np.float32]
 
 
 class Judge(Protocol):
     """parity.Oracle, or anything that compares a step's logprobs."""
 
-    observe: Observer
-
     def begin(self, samples: Sequence[Sample]) -> None: ...
+
+    def observe(
+        self, kind: str, version: int, samples: Sequence[Sample], logprobs: Sequence[LogprobArray], /
+    ) -> None: ...
 
     def metrics(self) -> dict[str, float]: ...
 

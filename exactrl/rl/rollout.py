@@ -35,9 +35,7 @@ def rollout(
 ) -> list[Group]:
     """One group per prompt, with text; rewards are still 0."""
     requests = [
-        Request(
-            f"{p.id}#{i}", p.token_ids, params, noise_key(draw.seed, draw.stream, draw.step, draw.retry, p.id, i)
-        )
+        Request(f"{p.id}#{i}", p.token_ids, params, noise_key(draw.seed, draw.stream, draw.step, draw.retry, p.id, i))
         for p in prompts
         for i in range(samples_per_prompt)
     ]

@@ -23,9 +23,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         if (path / "metrics.jsonl").exists() or (path / "config.toml").exists():
-            raise UsageError(
-                f"{path} already holds a run; choose another --out, or move it away (nothing was changed)"
-            )
+            raise UsageError(f"{path} already holds a run; choose another --out, or move it away (nothing was changed)")
         try:
             (path / "samples").mkdir(parents=True, exist_ok=True)
             self._metrics = (path / "metrics.jsonl").open("x", encoding="utf-8")

@@ -70,14 +70,16 @@ def _within(timeout_s: float, name: str, function: Callable[[Sample], float], sa
     def call() -> None:
         try:
             box.append((True, function(sample)))
-        except BaseException as error:  # handed to the caller's thread, whatever it is
+        except BaseException as error:  # noqa: BLE001 (handed to the caller's thread, whatever it is)
             box.append((False, error))
 
     thread = threading.Thread(target=call, daemon=True, name=f"reward {name}")
     thread.start()
     thread.join(timeout_s)
     if not box:
-        raise UsageError(f"reward {name!r} took longer than {timeout_s:g} s for sample {sample.name} (reward.timeout_s)")
+        raise UsageError(
+            f"reward {name!r} took longer than {timeout_s:g} s for sample {sample.name} (reward.timeout_s)"
+        )
     done, value = box[0]
     if not done:
         raise value

@@ -56,7 +56,9 @@ def hf_model(folder) -> transformers.PreTrainedModel:
 
 
 @pytest.mark.parametrize("ops", [EXACT, PLAIN], ids=["exact", "plain"])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"num_kv_heads": 1, "head_dim": 20, "num_layers": 3}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"num_kv_heads": 1, "head_dim": 20, "num_layers": 3}]
+)
 def test_equals_transformers(tmp_path, ops, changes):
     model = build(config(**changes), ops)
     save_model(model, tmp_path / "m")
@@ -244,7 +246,8 @@ def test_k_leaves_must_divide():
 
 def test_every_qwen3_dense_size_is_understood():
     sizes = {  # hidden, intermediate, layers, heads, kv heads, tied
-        "0.6B": (1024, 3072, 28, 16, 8, True), "1.7B": (2048, 6144, 28, 16, 8, True), "4B": (2560, 9728, 36, 32, 8, True),
+        "0.6B": (1024, 3072, 28, 16, 8, True), "1.7B": (2048, 6144, 28, 16, 8, True),
+        "4B": (2560, 9728, 36, 32, 8, True),
         "8B": (4096, 12288, 36, 32, 8, False), "14B": (5120, 17408, 40, 40, 8, False),
         "32B": (5120, 25600, 64, 64, 8, False),
     }  # fmt: skip

@@ -13,8 +13,8 @@ import torch
 from exactrl.errors import EnvironmentProblem
 from exactrl.ops.cpu import jit
 
-# Each process compiles the same kernels for another signature into one empty cache, all at once; then each runs what the
-# cache holds for all signatures.
+# Each process compiles the same kernels for another signature into one empty cache, all at once; then each runs what
+# the cache holds for all signatures.
 COMPILE = """
 import sys, time
 import numpy as np

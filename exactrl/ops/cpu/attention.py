@@ -157,7 +157,23 @@ def _walk_split(q32, d, dv, group, positions, limit0, s0, s1, table, t_at, k_pag
 
 @kernel
 def attention_range(
-    first, stop, stride, q, k_pages, v_pages, tiles, tables, max_pages, out, lse, heads, kv_heads, d, dv, scale, kv_split
+    first,
+    stop,
+    stride,
+    q,
+    k_pages,
+    v_pages,
+    tiles,
+    tables,
+    max_pages,
+    out,
+    lse,
+    heads,
+    kv_heads,
+    d,
+    dv,
+    scale,
+    kv_split,
 ):
     """Job = (tile, kv head). tiles [N, 4] int32: sequence, first query row, number of rows, position of the first row.
 
@@ -202,5 +218,6 @@ def attention_parallel(
 ):
     for t in numba.prange(threads):
         attention_range(
-            t, jobs, threads, q, k_pages, v_pages, tiles, tables, max_pages, out, lse, heads, kv_heads, d, dv, scale, kv_split
+            t, jobs, threads, q, k_pages, v_pages, tiles, tables, max_pages, out, lse, heads, kv_heads, d, dv, scale,
+            kv_split,
         )  # fmt: skip

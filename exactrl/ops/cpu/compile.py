@@ -48,7 +48,9 @@ def _run(dtype: torch.dtype, rows: int) -> None:
         keys = np.zeros(rows, np.uint64)
         for op in (ops, Ops(ops.contract, exact=False)):
             op.sample(y, _weight((300, 64), dtype), torch.ones(rows), keys, ids)
-        attention.paged_attention(q, batch, *attention.new_pages(pages.size, shape, dtype), ops.contract, torch.empty(0))
+        attention.paged_attention(
+            q, batch, *attention.new_pages(pages.size, shape, dtype), ops.contract, torch.empty(0)
+        )
     head.gumbel_uniforms(0, 0, 4)
 
 

@@ -32,6 +32,8 @@ from exactrl.errors import EnvironmentProblem
 # Below this many multiply-adds waking a second thread costs more than it saves.
 MIN_PARALLEL_WORK = 400_000.0
 
+_numba: Any = numba.config  # a module without declared attributes
+
 
 def sources_digest() -> str:
     """Digest of everything a compiled kernel is made from."""
@@ -76,14 +78,14 @@ class _SharedCache(FunctionCache):
 
 def _njit(**options: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = _CACHE  # numba reads it when the function is decorated
+        before = _numba.CACHE_DIR
+        _numba.CACHE_DIR = _CACHE  # numba reads it when the function is decorated
         try:
             dispatcher = numba.njit(boundscheck=False, error_model="numpy", **options)(function)
             dispatcher._cache = _SharedCache(function)  # what cache=True does, with our class
             return dispatcher
         finally:
-            numba.config.CACHE_DIR = before
+            _numba.CACHE_DIR = before
 
     return decorate
 
@@ -124,11 +126,16 @@ _forced: int | None = None
 def forced_threads(n: int) -> Iterator[None]:
     """All kernels on exactly `n` threads, however small the work and however busy the machine (for checks)."""
     global _forced
-    before, _forced = _forced, min(n, numba.config.NUMBA_NUM_THREADS)
+    before, _forced = _forced, min(n, max_threads())
     try:
         yield
     finally:
         _forced = before
+
+
+def max_threads() -> int:
+    """Threads that numba started with: the most that kernels can use."""
+    return int(_numba.NUMBA_NUM_THREADS)
 
 
 def threads_for(work: float) -> int:
@@ -158,7 +165,7 @@ def sum_rows(x: torch.Tensor) -> torch.Tensor:
 
 def set_num_threads(n: int) -> None:
     """Threads of the CPU kernels and of torch; 1 to the number numba started with."""
-    numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(n, max_threads()))
     torch.set_num_threads(n)
 
 

@@ -1,7 +1,8 @@
 """Logits -> log-probability, entropy and sampled token on the CPU.
 
 x = logit / temperature (IEEE fp32). Per block of `vocab_block` entries: maximum, and sum of exp(x - maximum) with entry
-i in lane i % 16, ascending, lanes added as a balanced tree. Blocks are merged ascending. logprob = (x_t - max) - ln(sum).
+i in lane i % 16, ascending, lanes added as a balanced tree. Blocks are merged ascending. logprob of t is
+(x_t - max) - ln(sum).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def _make(rows: int, vectors: int, scattered: bool = False) -> Any:
                          types.boolean)  # fmt: skip
 
         def codegen(ctx: Any, bld: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-            a, ao, rs, cs, b, bo, ldb, k, c, co, ldc, add = args
+            _, ao, rs, cs, _, bo, ldb, k, _, co, ldc, add = args
             data = [ctx.make_array(sig.args[i])(ctx, bld, args[i]).data for i in (0, 4, 8)]
             a_bf16, b_bf16 = is_bf16(sig.args[0]), is_bf16(sig.args[4])
             i = lambda x: ir.Constant(k.type, x)  # noqa: E731

@@ -195,5 +195,6 @@ def qkv_backward_parallel(
 ):
     for t in numba.prange(threads):
         qkv_backward_range(
-            t, jobs, threads, qkv, wq, wk, cos, sin, positions, dq, dk, dv, dqkv, dwq, dwk, tokens, heads, kv_heads, d, eps
+            t, jobs, threads, qkv, wq, wk, cos, sin, positions, dq, dk, dv, dqkv, dwq, dwk, tokens, heads, kv_heads, d,
+            eps,
         )  # fmt: skip
