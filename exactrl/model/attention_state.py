@@ -8,7 +8,7 @@ import torch
 
 from exactrl.ops import Ops
 from exactrl.ops.attention import Rows, new_pages, packed_attention, paged_attention, write_kv
-from exactrl.ops.attention_plain import new_pages_plain, packed_attention_plain, paged_attention_plain
+from exactrl.ops.attention_plain import new_pages_plain, packed_attention_plain, padded_rows, paged_attention_plain
 from exactrl.ops.qkv import HeadShape
 
 
@@ -33,8 +33,6 @@ class PackedState:
 class PagedState:
     """A paged KV cache per layer (engine). Set `rows` before each forward."""
 
-    rows: Rows
-
     def __init__(self, ops: Ops, layers: int, num_pages: int, shape: HeadShape, dtype: torch.dtype) -> None:
         self.ops = ops
         if ops.exact:
@@ -43,10 +41,19 @@ class PagedState:
             self.pages = [new_pages_plain(num_pages, shape.kv_heads, shape.dim, dtype) for _ in range(layers)]
         self._no_lse = torch.empty(0)
 
+    @property
+    def rows(self) -> Rows:
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: Rows) -> None:
+        self._rows = rows
+        self._groups = [] if self.ops.exact else padded_rows(rows)
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k_pages, v_pages = self.pages[layer]
         if not self.ops.exact:
-            return paged_attention_plain(q, k, v, self.rows, k_pages, v_pages)
+            return paged_attention_plain(q, k, v, self.rows, self._groups, k_pages, v_pages)
         write_kv(k, v, self.rows, k_pages, v_pages)
         return paged_attention(q, self.rows, k_pages, v_pages, self.ops.contract, self._no_lse)
 
