@@ -72,14 +72,19 @@ def _make(rows: int, vectors: int, scattered: bool = False) -> Any:
 
 
 def _dispatch(vectors: int, max_rows: int, scattered: bool = False) -> Any:
-    """njit function running the kernel with a number of rows known at run time (1 to max_rows)."""
+    """njit function running the kernel with a number of rows known at run time (1 to max_rows).
+
+    Its name is unique and stable. Object code in the cache calls functions by qualified name and a number that counts
+    compilations; two functions of one name could swap when object files of processes that compiled in another order meet.
+    """
+    name = f"run_{vectors}{'_pages' if scattered else ''}"
     names = {f"k{r}": _make(r, vectors, scattered) for r in range(1, max_rows + 1)}
     arguments = "a, ao, rs, cs, b, bo, ldb, k, c, co, ldc, add"
-    lines = [f"def run(rows, {arguments}):"]
+    lines = [f"def {name}(rows, {arguments}):"]
     for r in range(max_rows, 0, -1):
         lines.append(f"    {'if' if r == max_rows else 'elif'} rows == {r}: k{r}({arguments})")
     exec("\n".join(lines), names)
-    return numba.njit(names["run"], nogil=True, boundscheck=False, error_model="numpy")
+    return numba.njit(names[name], nogil=True, boundscheck=False, error_model="numpy")
 
 
 # run_V(rows, a, a_offset, a_row_stride, a_column_stride, b, b_offset, ldb, k, c, c_offset, ldc, add):
