@@ -36,6 +36,9 @@ from exactrl.types import Completion, Request, SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Progress = Callable[[str, int, int], None]
+# Below this many parameters torch's part of an exact step (optimizer, gathers) is faster on one thread than on several
+# that compete with the kernels' own pool.
+SMALL_MODEL = 50_000_000
 
 
 class Events(Protocol):
@@ -131,6 +134,8 @@ def train(config: Config, events: Events | None = None) -> dict[str, Any]:
     engine, trainer = build_engine(config, folder), build_trainer(config, folder)
     stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
     settings = loop_plan(config, stop)
+    if config.contract.true_on_policy and sum(p.numel() for p in trainer.parameters) < SMALL_MODEL:
+        torch.set_num_threads(1)
     out = RunFolder(Path(config.run.out))
     info = plan(config)
     out.write_text("config.toml", to_toml(config))

@@ -80,7 +80,7 @@ def _require_finite(
     if finite.all():
         return
     i = int(torch.nonzero(~finite)[0])
-    new, old, advantage = float(logprobs[i]), float(old_logprobs[i]), float(advantages[i])
+    new, old, advantage = float(logprobs.detach()[i]), float(old_logprobs[i]), float(advantages[i])
     what = f"response token {i} of the micro-batch: logprob {new}, old logprob {old}, advantage {advantage}"
     if np.isfinite([new, old, advantage]).all():
         raise NonFiniteError(
