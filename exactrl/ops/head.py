@@ -128,7 +128,8 @@ def sample_plain(hidden: torch.Tensor, weight: Weight, temperatures, keys, posit
     greedy = temperatures == 0
     logits = logits / torch.where(greedy, 1.0, temperatures)[:, None]
     noise = torch.empty(logits.shape)
-    kernels.noise_rows(keys, jit.flat(positions), jit.flat(noise), logits.shape[1])
+    args = (keys, jit.flat(positions), jit.flat(noise), logits.shape[1])
+    jit.run(kernels.noise_range, kernels.noise_parallel, len(keys), logits.numel() * 48.0, args)
     tokens = torch.where(greedy[:, None], logits, logits + noise).argmax(-1)
     return tokens, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from exactrl.ops.cpu import microkernel
 from exactrl.ops.cpu.jit import inline, kernel, parallel_kernel, run, threads_for
-from exactrl.ops.cpu.simd import load, vadd, vload, vload_n, vstore, vstore_n
+from exactrl.ops.cpu.simd import load_lanes, store_lanes, vadd, vload, vload_n, vstore, vstore_n
 
 PANEL = 32
 ROWS = 64  # rows of A worked on at once: with K_BLOCK columns they stay in the L2 cache
@@ -50,13 +50,13 @@ def pack_columns(b, k, n, out):
                 vstore(out, to, vload(b, src))
                 vstore(out, to + 16, vload(b, src + 16))
             else:
-                vstore(out, to, vload_n(b, src, left))
-                vstore(out, to + 16, vload_n(b, src + 16, right))
+                vstore(out, to, load_lanes(b, src, left))
+                vstore(out, to + 16, load_lanes(b, src + 16, right))
 
 
 @inline
 def _copy_block(a, offset, rs, cs, rows, k, out):
-    """rows x k of A (row stride rs, column stride cs) to float32 [rows, k] row-major."""
+    """rows x k of A to float32: row-major [rows, k] where A is (cs == 1), else [k, ROWS], read along rows (rs == 1)."""
     if cs == 1:
         for r in range(rows):
             for i in range(0, k - 15, 16):
@@ -67,8 +67,8 @@ def _copy_block(a, offset, rs, cs, rows, k, out):
                 vstore_n(out, r * k + at, vload_n(a, offset + r * rs + at, tail), tail)
     else:
         for i in range(k):
-            for r in range(rows):
-                out[r * k + i] = load(a, offset + r * rs + i * cs)
+            for r in range(0, rows, 16):
+                vstore(out, i * ROWS + r, load_lanes(a, offset + i * cs + r, rows - r))
 
 
 @inline
@@ -92,18 +92,15 @@ def _store_rows(acc, width, c, n, row, rows, column, columns, accumulate):
             lanes = min(16, columns - j)
             v = vload(acc, src + j)
             if accumulate:
-                v = vadd(vload_n(c, at + j, lanes), v)
-            if lanes == 16:
-                vstore(c, at + j, v)
-            else:
-                vstore_n(c, at + j, v, lanes)
+                v = vadd(load_lanes(c, at + j, lanes), v)
+            store_lanes(c, at + j, v, lanes)
 
 
 @kernel
 def gemm_range(first, stop, stride, a, rs, cs, b, c, m, k, n, leaves, group, accumulate):
     """Jobs of C[m, n] = A[m, k] B (or += if `accumulate`: the finished product is added to c once).
 
-    A is strided (row stride rs, column stride cs); job = (block of 64 rows, group of panels).
+    A is row-major (cs == 1) or column-major (rs == 1); job = (block of 64 rows, group of panels).
     """
     panels = (n + 31) // 32
     groups = (panels + group - 1) // group
@@ -112,6 +109,7 @@ def gemm_range(first, stop, stride, a, rs, cs, b, c, m, k, n, leaves, group, acc
     size = ROWS * group * PANEL
     acc = np.empty(size * leaves, np.float32)
     block = np.empty(ROWS * kb_max, np.float32)
+    column_major = cs != 1
     for job in range(first, stop, stride):
         row, p0 = job // groups * ROWS, job % groups * group
         rows, count = min(ROWS, m - row), min(group, panels - p0)
@@ -121,11 +119,13 @@ def gemm_range(first, stop, stride, a, rs, cs, b, c, m, k, n, leaves, group, acc
                 kb = min(K_BLOCK, (leaf + 1) * leaf_k - k0)
                 more = k0 > leaf * leaf_k
                 _copy_block(a, row * rs + k0 * cs, rs, cs, rows, kb, block)
+                block_rs, block_cs = (1, ROWS) if column_major else (kb, 1)
                 for p in range(count):
                     b_at = ((p0 + p) * k + k0) * PANEL
                     for r in range(0, rows, 8):
                         c_at = leaf * size + r * width + p * PANEL
-                        run_2(min(8, rows - r), block, r * kb, kb, 1, b, b_at, PANEL, kb, acc, c_at, width, more)
+                        a_at, count_r = r * block_rs, min(8, rows - r)
+                        run_2(count_r, block, a_at, block_rs, block_cs, b, b_at, PANEL, kb, acc, c_at, width, more)
         if leaves > 1:
             _add_leaves(acc, size, leaves)
         column = p0 * PANEL

@@ -14,7 +14,9 @@ from exactrl.ops.cpu.jit import inline, kernel, parallel_kernel
 from exactrl.ops.cpu.simd import (
     exp,
     fma,
+    load_lanes,
     log,
+    store_lanes,
     vadd,
     vdiv,
     vexp,
@@ -196,15 +198,24 @@ def sample_parallel(threads, jobs, logits, temperatures, keys, positions, tokens
 @kernel
 def uniform_row(key, position, out):
     """u of every vocabulary entry of one draw."""
-    for i in range(out.size):
-        r = philox(key, i // 4, position)
-        out[i] = _uniform(r[i % 4])
+    for i in range(0, out.size, 4):
+        words = philox(key, i // 4, position)
+        for j in range(min(4, out.size - i)):
+            out[i + j] = _uniform(words[j])
 
 
 @kernel
-def noise_rows(keys, positions, out, n):
-    """Gumbel noise -ln(-ln u), [rows, n]."""
-    for row in range(keys.size):
-        uniform_row(keys[row], positions[row], out[row * n : (row + 1) * n])
-        for i in range(row * n, (row + 1) * n):
-            out[i] = -log(-log(out[i]))
+def noise_range(first, stop, stride, keys, positions, out, n):
+    """Job = row: Gumbel noise -ln(-ln u), out [rows, n]."""
+    for row in range(first, stop, stride):
+        at = row * n
+        uniform_row(keys[row], positions[row], out[at : at + n])
+        for i in range(at, at + n, 16):
+            lanes = at + n - i
+            store_lanes(out, i, vneg(vlog(vneg(vlog(load_lanes(out, i, lanes))))), lanes)
+
+
+@parallel_kernel
+def noise_parallel(threads, jobs, keys, positions, out, n):
+    for t in numba.prange(threads):
+        noise_range(t, jobs, threads, keys, positions, out, n)

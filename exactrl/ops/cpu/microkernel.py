@@ -75,7 +75,8 @@ def _dispatch(vectors: int, max_rows: int, scattered: bool = False) -> Any:
     """njit function running the kernel with a number of rows known at run time (1 to max_rows).
 
     Its name is unique and stable. Object code in the cache calls functions by qualified name and a number that counts
-    compilations; two functions of one name could swap when object files of processes that compiled in another order meet.
+    compilations; two functions of one name could swap when object files of processes that compiled in another order
+    meet.
     """
     name = f"run_{vectors}{'_pages' if scattered else ''}"
     names = {f"k{r}": _make(r, vectors, scattered) for r in range(1, max_rows + 1)}

@@ -12,8 +12,10 @@ import numpy as np
 from exactrl.ops.cpu.jit import inline, kernel, parallel_kernel
 from exactrl.ops.cpu.simd import (
     load,
+    load_lanes,
     sqrt,
     store,
+    store_lanes,
     vadd,
     vfma,
     vload,
@@ -98,19 +100,19 @@ def _row_backward(x, x_at, w, dy, dy_at, n, eps, dx, dx_at, dw, dw_at, extra, ex
     acc = vsplat(ZERO)
     for i in range(0, n, 16):
         lanes = min(16, n - i)
-        xhat = vmul(vload_n(x, x_at + i, lanes), r)
-        g = vload_n(dy, dy_at + i, lanes)
-        vstore_n(dw, dw_at + i, vfma(g, xhat, vload_n(dw, dw_at + i, lanes)), lanes)
-        acc = vfma(vmul(g, vload_n(w, i, lanes)), xhat, acc)
+        xhat = vmul(load_lanes(x, x_at + i, lanes), r)
+        g = load_lanes(dy, dy_at + i, lanes)
+        store_lanes(dw, dw_at + i, vfma(g, xhat, load_lanes(dw, dw_at + i, lanes)), lanes)
+        acc = vfma(vmul(g, load_lanes(w, i, lanes)), xhat, acc)
     mean = vsplat(vsum(acc) / np.float32(n))
     for i in range(0, n, 16):
         lanes = min(16, n - i)
-        xhat = vmul(vload_n(x, x_at + i, lanes), r)
-        g = vmul(vload_n(dy, dy_at + i, lanes), vload_n(w, i, lanes))
+        xhat = vmul(load_lanes(x, x_at + i, lanes), r)
+        g = vmul(load_lanes(dy, dy_at + i, lanes), load_lanes(w, i, lanes))
         d = vmul(r, vsub(g, vmul(xhat, mean)))
         if has_extra:
-            d = vadd(d, vload_n(extra, extra_at + i, lanes))
-        vstore_n(dx, dx_at + i, d, lanes)
+            d = vadd(d, load_lanes(extra, extra_at + i, lanes))
+        store_lanes(dx, dx_at + i, d, lanes)
 
 
 @kernel

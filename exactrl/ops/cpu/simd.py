@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -361,3 +362,20 @@ def store(tc: Any, a: Any, o: Any, x: Any) -> Any:
 def sqrt(tc: Any, x: Any) -> Any:
     """IEEE square root (correctly rounded)."""
     return types.float32(types.float32), lambda ctx, bld, sig, args: ir_call(bld, "sqrt", args[0])
+
+
+@numba.njit(boundscheck=False)
+def load_lanes(a, o, n):
+    """min(n, 16) lanes from a[o], the others +0: the fast path for whole vectors."""
+    if n >= 16:
+        return vload(a, o)
+    return vload_n(a, o, n)
+
+
+@numba.njit(boundscheck=False)
+def store_lanes(a, o, v, n):
+    """min(n, 16) lanes to a[o]."""
+    if n >= 16:
+        vstore(a, o, v)
+    else:
+        vstore_n(a, o, v, n)

@@ -6,7 +6,21 @@ import numba
 import numpy as np
 
 from exactrl.ops.cpu.jit import inline, kernel, parallel_kernel
-from exactrl.ops.cpu.simd import vadd, vdiv, vexp, vload, vload_n, vmul, vneg, vsplat, vstore, vstore_n, vsub
+from exactrl.ops.cpu.simd import (
+    load_lanes,
+    store_lanes,
+    vadd,
+    vdiv,
+    vexp,
+    vload,
+    vload_n,
+    vmul,
+    vneg,
+    vsplat,
+    vstore,
+    vstore_n,
+    vsub,
+)
 
 ONE = np.float32(1)
 
@@ -39,12 +53,12 @@ def swiglu_parallel(threads, jobs, gate_up, y, n):
 @inline
 def _backward(gate_up, g_at, u_at, dy, dy_at, d_gate_up, lanes):
     one = vsplat(ONE)
-    g, u, d = vload_n(gate_up, g_at, lanes), vload_n(gate_up, u_at, lanes), vload_n(dy, dy_at, lanes)
+    g, u, d = load_lanes(gate_up, g_at, lanes), load_lanes(gate_up, u_at, lanes), load_lanes(dy, dy_at, lanes)
     s = vdiv(one, vadd(one, vexp(vneg(g))))
     silu = vmul(g, s)
     slope = vmul(s, vadd(one, vsub(g, silu)))
-    vstore_n(d_gate_up, g_at, vmul(vmul(d, u), slope), lanes)
-    vstore_n(d_gate_up, u_at, vmul(d, silu), lanes)
+    store_lanes(d_gate_up, g_at, vmul(vmul(d, u), slope), lanes)
+    store_lanes(d_gate_up, u_at, vmul(d, silu), lanes)
 
 
 @kernel
