@@ -99,10 +99,13 @@ class _Breaker:
     """Falls back to one thread for a while when other processes keep the cores busy.
 
     A parallel region ends when its last thread has run. On a busy machine that thread may wait milliseconds for a core,
-    at every one of hundreds of small regions: 20 to 50 times slower than one thread. A region that takes far longer
-    than any machine needs opens the breaker for 20 ms, twice as long each time in a row, at most 2 s. The bits do not
+    at every one of hundreds of small regions: 20 to 50 times slower than one thread. A region in which the calling
+    thread mostly slept opens the breaker for 20 ms, twice as long each time in a row, at most 2 s. The bits do not
     depend on the number of threads, so this may happen at any moment.
     """
+
+    # A clock of the thread's own CPU time that is too coarse (15 ms on Windows) tells nothing about short regions.
+    usable = time.get_clock_info("thread_time").resolution < 1e-5
 
     def __init__(self) -> None:
         self.open_until, self.penalty = 0.0, 0.02
@@ -110,8 +113,10 @@ class _Breaker:
     def allows(self) -> bool:
         return time.perf_counter() >= self.open_until
 
-    def record(self, seconds: float, work: float) -> None:
-        if seconds > 1e-3 + work / 5e9:
+    def record(self, seconds: float, cpu_seconds: float) -> None:
+        """Wall time of a region, and the CPU time of the calling thread in it (it spins briefly, then sleeps)."""
+        slept = seconds - cpu_seconds
+        if self.usable and slept > 2e-4 and slept > 0.6 * seconds:
             self.open_until = time.perf_counter() + self.penalty
             self.penalty = min(2 * self.penalty, 2.0)
         else:
@@ -153,9 +158,9 @@ def run(serial: Any, parallel: Any, jobs: int, work: float, args: tuple[Any, ...
     if threads == 1 or jobs == 1:
         serial(0, jobs, 1, *args)
         return
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.thread_time()
     parallel(threads, jobs, *args)
-    _breaker.record(time.perf_counter() - begin, work)
+    _breaker.record(time.perf_counter() - begin, time.thread_time() - cpu)
 
 
 def sum_rows(x: torch.Tensor) -> torch.Tensor:
