@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.config import Config, to_toml
+from exactrl.config.algorithms import aggregation_of
 from exactrl.contract import Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
 from exactrl.errors import ConfigError, EnvironmentProblem, ModelError
@@ -31,6 +33,7 @@ from exactrl.tasks.data import load_prompts
 from exactrl.tasks.rewards import resolve_reward
 from exactrl.tasks.task import DataTask
 from exactrl.tasks.tokenizer import Tokenizer, eos_ids, load_tokenizer
+from exactrl.train.schedule import learning_rate
 from exactrl.train.trainer import Trainer
 from exactrl.types import Completion, Request, SamplingParams
 
@@ -104,10 +107,15 @@ def build_trainer(config: Config, folder: Path) -> Trainer:
     t = config.train
     ops = Ops(contract_of(config), config.contract.true_on_policy)
     model = load_model(folder, ops, DTYPES[config.model.dtype], trainable=True)
+    lr_at = partial(
+        learning_rate, peak=t.lr, total_steps=config.run.steps, schedule=t.lr_schedule, warmup_steps=t.warmup_steps,
+        min_ratio=t.min_lr_ratio,
+    )  # fmt: skip
     return Trainer(
-        model, get_algorithm(t.algorithm), lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, grad_clip=t.grad_clip,
-        minibatches=t.minibatches, max_tokens_per_microbatch=t.max_tokens_per_microbatch,
-        loss_aggregation=t.loss_aggregation, clip_low=t.clip_low, clip_high=t.clip_high,
+        model, get_algorithm(t.algorithm, t.dual_clip), lr=t.lr, betas=t.betas, weight_decay=t.weight_decay,
+        grad_clip=t.grad_clip, minibatches=t.minibatches, max_tokens_per_microbatch=t.max_tokens_per_microbatch,
+        loss_aggregation=aggregation_of(t.algorithm, t.loss_aggregation), clip_low=t.clip_low, clip_high=t.clip_high,
+        entropy_coef=t.entropy_coef, max_new_tokens=config.rollout.max_new_tokens, lr_at=lr_at,
         recompute_old_logprobs=not config.contract.true_on_policy,
     )  # fmt: skip
 
@@ -118,6 +126,7 @@ def loop_plan(config: Config, stop_token_ids: tuple[int, ...]) -> loop.Plan:
         steps=run.steps, prompts_per_step=r.prompts_per_step, samples_per_prompt=r.samples_per_prompt,
         sampling=SamplingParams(r.max_new_tokens, r.temperature, stop_token_ids), seed=r.seed,
         audit_every=run.audit_every, eval_every=run.eval_every, on_reward_error=config.reward.on_error,
+        overlong_cache=config.train.overlong_cache,
     )  # fmt: skip
 
 
@@ -189,6 +198,8 @@ def plan(config: Config) -> dict[str, Any]:
         "train": {
             "backend": config.train.backend, "master_dtype": "float32", "compute_dtype": config.model.dtype,
             "old_logprobs": "the rollout's own (no extra pass)" if exact else "recomputed before each update",
+            "algorithm": config.train.algorithm,
+            "loss_aggregation": aggregation_of(config.train.algorithm, config.train.loss_aggregation),
             "samples_per_step": samples, "minibatch_size": samples // config.train.minibatches,
         },
         "check": {

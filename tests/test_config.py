@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from exactrl.config import Config, describe, find_recipe, load_recipe, make_config, to_toml
+from exactrl.config.algorithms import ALGORITHM_RULES
 from exactrl.config.settings import FIELDS
 from exactrl.errors import ConfigError
 
@@ -131,7 +132,13 @@ def test_override_is_parsed_by_the_type_of_its_field(name, text, value):
         ("rollout.tensor_parallel", 2, "not built yet"),
         ("train.backend", "fsdp", "not built yet"),
         ("train.backend", "megatron", "not built yet"),
-        ("train.algorithm", "ppo", '"grpo"'),
+        ("train.algorithm", "ppo", '"grpo" or "dr_grpo"'),
+        ("train.dual_clip", 1.0, "above 1"),
+        ("train.dual_clip", -1.0, "at least 0"),
+        ("train.entropy_coef", -0.1, "at least 0"),
+        ("train.lr_schedule", "step", '"cosine"'),
+        ("train.min_lr_ratio", 1.5, "at most 1"),
+        ("train.loss_aggregation", "token-sum", '"token-mean"'),
         ("train.tensor_parallel", 2, "not built yet"),
         ("train.context_parallel", 2, "not built yet"),
         ("train.pipeline_parallel", 2, "not built yet"),
@@ -201,6 +208,67 @@ def test_section_must_be_a_table():
 
 def test_group_of_one_is_refused_with_the_reason():
     assert "a group of one is its own mean" in message(with_setting("rollout.samples_per_prompt", 1))
+
+
+@pytest.mark.parametrize("name", ALGORITHM_RULES)
+def test_every_algorithm_parses_by_its_name_alone(name):
+    config = make_config({**MINIMAL, "train": {"lr": 1e-3, "algorithm": name}})
+    assert (config.train.algorithm, config.train.loss_aggregation) == (name, "auto")
+    assert make_config(tomllib.loads(to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("train", "reason"),
+    [
+        ({"algorithm": "dr_grpo", "loss_aggregation": "sequence-mean"}, "the bias that dr_grpo removes"),
+        ({"algorithm": "gspo", "loss_aggregation": "token-mean"}, "one ratio per response"),
+        ({"algorithm": "gspo", "loss_aggregation": "constant-length"}, 'use "auto" or "sequence-mean"'),
+        ({"algorithm": "cispo", "loss_aggregation": "sequence-mean"}, "every token's gradient"),
+        ({"algorithm": "dapo", "loss_aggregation": "sequence-mean"}, "part of dapo"),
+        ({"algorithm": "dapo", "clip_low": 0.2, "clip_high": 0.2}, "train.clip_high = 0.2 is not above"),
+        ({"algorithm": "gspo", "dual_clip": 3.0}, "train.dual_clip = 3.0 makes no sense with gspo"),
+        ({"algorithm": "cispo", "dual_clip": 3.0}, "train.dual_clip = 3.0 makes no sense with cispo"),
+        ({"overlong_cache": 9}, "longer than the longest response (rollout.max_new_tokens 8)"),
+        ({"warmup_steps": 3}, "leaves none of the 3 steps"),
+        ({"min_lr_ratio": 0.1}, 'has no meaning with train.lr_schedule = "constant"'),
+    ],
+)
+def test_algorithm_settings_that_make_no_sense_together(train, reason):
+    text = message({**MINIMAL, "train": {"lr": 1e-3, **train}})
+    assert reason in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"algorithm": "dr_grpo", "loss_aggregation": "token-mean"},
+        {"algorithm": "grpo", "loss_aggregation": "constant-length", "dual_clip": 3.0},
+        {"algorithm": "reinforce_pp", "dual_clip": 1.5, "entropy_coef": 0.01},
+        {"algorithm": "dapo", "overlong_cache": 8},
+        {"warmup_steps": 2, "lr_schedule": "cosine", "min_lr_ratio": 0.1},
+    ],
+)
+def test_algorithm_settings_that_go_together(train):
+    make_config({**MINIMAL, "train": {"lr": 1e-3, **train}})
+
+
+def test_entropy_bonus_needs_exact_ops():
+    table = {**MINIMAL, "train": {"lr": 1e-3, "entropy_coef": 0.01}, "contract": {"true_on_policy": False}}
+    assert "entropy without a gradient" in message(table)
+
+
+@pytest.mark.parametrize("name", ALGORITHM_RULES)
+def test_one_sample_per_prompt(name):
+    def table(prompts):
+        rollout = {**MINIMAL["rollout"], "samples_per_prompt": 1, "prompts_per_step": prompts}
+        return {**MINIMAL, "rollout": rollout, "train": {"lr": 1e-3, "algorithm": name}}
+
+    if name == "reinforce_pp":
+        make_config(table(4))
+        assert "distance to the step's mean" in message(table(1))
+    else:
+        assert f"with {name}: the advantage" in message(table(4))
 
 
 def test_evaluation_without_data_is_refused():

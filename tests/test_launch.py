@@ -346,6 +346,37 @@ def test_every_setting_of_the_trainer_arrives(tmp_path):
         assert (trainer.model.ops.exact, trainer.model.dtype) == (exact, torch.float32)
 
 
+def test_settings_of_the_algorithm_arrive(tmp_path):
+    config = micro(
+        tmp_path, train__algorithm="dr_grpo", train__entropy_coef=0.25, train__dual_clip=3.0, train__lr=0.5,
+        train__lr_schedule="linear", train__warmup_steps=1, train__min_lr_ratio=0.5, train__overlong_cache=5,
+    )  # fmt: skip
+    trainer = launch.build_trainer(config, find_model("tiny"))
+    assert (trainer.aggregation, trainer.max_new_tokens, trainer.entropy_coef) == ("constant-length", 12, 0.25)
+    assert trainer.algorithm.loss.keywords == {"dual_clip": 3.0}
+    assert [trainer.lr_at(step) for step in (1, 2, 3)] == [0.25, 0.5, 0.375]
+    assert launch.loop_plan(config, ()).overlong_cache == 5
+    assert launch.plan(config)["train"]["loss_aggregation"] == "constant-length"
+    plain = launch.build_trainer(micro(tmp_path, contract__true_on_policy="false"), find_model("tiny")).model
+    with pytest.raises(ConfigError, match="entropy"):
+        launch.Trainer(plain, trainer.algorithm, lr=1.0, entropy_coef=0.1)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "reinforce_pp", "gspo", "cispo", "dapo"])
+def test_a_run_of_every_kind_of_algorithm_is_exact(tmp_path, name):
+    launch.train(
+        micro(
+            tmp_path / "r", train__algorithm=name, train__minibatches=2, train__entropy_coef=0.01, run__steps=2,
+            train__overlong_cache=4, train__lr_schedule="linear", run__audit_every=1,
+        )
+    )  # fmt: skip
+    rows = metrics_of(tmp_path / "r")
+    assert [row["train/lr"] for row in rows] == pytest.approx([5e-5, 2.5e-5])
+    for row in rows:
+        assert (row["train/logprob_mismatch_tokens"], row["train/logprob_uncompared_tokens"]) == (0, 0)
+        assert row["train/grad_norm"] > 0
+
+
 def test_every_setting_of_the_engine_arrives(tmp_path):
     settings = {"rollout__max_concurrent": 7, "rollout__kv_tokens": 100, "rollout__chunk_tokens": 13}
     for exact in (True, False):

@@ -1,17 +1,27 @@
-"""An RL algorithm is two functions: advantages from rewards, loss from logprobs. A new one is a line in ALGORITHMS."""
+"""An RL algorithm is two functions: advantages from rewards, loss from logprobs. A new one is a line in _PARTS."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from exactrl.algo.advantages import grpo_step_advantages
+from exactrl.algo.advantages import (
+    dr_grpo_advantages,
+    grpo_step_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+)
+from exactrl.algo.cispo import cispo_loss
+from exactrl.algo.gspo import gspo_loss
 from exactrl.algo.losses import policy_loss
+from exactrl.config.algorithms import ALGORITHM_RULES, dual_clip_fits
 from exactrl.errors import ConfigError
 
 
@@ -43,24 +53,60 @@ Loss = Callable[[TokenBatch, float, float], tuple[torch.Tensor, dict[str, torch.
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
+    """`min_group`: groups of fewer samples have no advantage."""
+
     name: str
     advantages: Advantages
     loss: Loss
+    min_group: int = 2
 
 
-def ppo_loss(batch: TokenBatch, clip_low: float, clip_high: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def ppo(
+    batch: TokenBatch, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """losses.policy_loss: one ratio per token, sequence boundaries play no part."""
-    return policy_loss(batch.logprobs, batch.old_logprobs, batch.advantages, batch.token_weights, clip_low, clip_high)
+    b = batch
+    return policy_loss(b.logprobs, b.old_logprobs, b.advantages, b.token_weights, clip_low, clip_high, dual_clip)
 
 
-# GRPO: DeepSeekMath, arXiv:2402.03300.
-ALGORITHMS = {"grpo": Algorithm("grpo", grpo_step_advantages, ppo_loss)}
+def gspo(batch: TokenBatch, clip_low: float, clip_high: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """gspo.gspo_loss: one ratio per sequence."""
+    b = batch
+    return gspo_loss(
+        b.logprobs, b.old_logprobs, b.advantages, b.token_weights, b.sequence_ids, b.num_sequences, clip_low, clip_high
+    )
 
 
-def get_algorithm(name: str) -> Algorithm:
-    """Raises ConfigError for an unknown name, with the nearest known one."""
-    if name in ALGORITHMS:
+def cispo(batch: TokenBatch, clip_low: float, clip_high: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """cispo.cispo_loss: clipped constant weights."""
+    return cispo_loss(batch.logprobs, batch.old_logprobs, batch.advantages, batch.token_weights, clip_low, clip_high)
+
+
+_PARTS: dict[str, tuple[Advantages, Loss]] = {
+    "grpo": (grpo_step_advantages, ppo),  # DeepSeekMath, arXiv:2402.03300
+    "dr_grpo": (dr_grpo_advantages, ppo),  # arXiv:2503.20783
+    "rloo": (rloo_advantages, ppo),  # arXiv:2402.14740; the clip acts from the second minibatch of a step on
+    "reinforce_pp": (reinforce_pp_advantages, ppo),  # arXiv:2501.03262
+    "reinforce_pp_baseline": (reinforce_pp_baseline_advantages, ppo),
+    "gspo": (grpo_step_advantages, gspo),  # arXiv:2507.18071
+    "cispo": (grpo_step_advantages, cispo),  # arXiv:2506.13585
+    # arXiv:2503.14476 without its dynamic sampling: mean over tokens, clip_high > clip_low, train.overlong_cache
+    "dapo": (grpo_step_advantages, ppo),
+}
+ALGORITHMS = {name: Algorithm(name, *parts, ALGORITHM_RULES[name].min_group) for name, parts in _PARTS.items()}
+
+
+def get_algorithm(name: str, dual_clip: float = 0.0) -> Algorithm:
+    """The algorithm, its loss bounded by dual_clip where that is not 0.
+
+    Raises ConfigError for an unknown name, with the nearest known one, and for a loss that has no dual clip.
+    """
+    if name not in ALGORITHMS:
+        near = get_close_matches(name.lower(), ALGORITHMS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known algorithms: {', '.join(ALGORITHMS)}"
+        raise ConfigError(f"train.algorithm {name!r} is unknown; {hint}")
+    if dual_clip == 0:
         return ALGORITHMS[name]
-    near = get_close_matches(name.lower(), ALGORITHMS, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known algorithms: {', '.join(ALGORITHMS)}"
-    raise ConfigError(f"train.algorithm {name!r} is unknown; {hint}")
+    if problem := dual_clip_fits(name, dual_clip):
+        raise ConfigError(problem)
+    return replace(ALGORITHMS[name], loss=partial(ppo, dual_clip=dual_clip))

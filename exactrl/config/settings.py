@@ -8,6 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from exactrl.config.algorithms import (
+    AlgorithmName,
+    aggregation_fits,
+    clip_is_higher,
+    dual_clip_fits,
+    group_has_baseline,
+)
 from exactrl.contract import CONTRACTS
 
 
@@ -148,10 +155,21 @@ class TrainConfig(Section):
             },
         ),
     ] = Field(default="single", description='Trainer: "single" is one process on one device.')
-    algorithm: Annotated[str, _refuse(lambda name: name == "grpo", 'the only algorithm today is "grpo"')] = Field(
-        default="grpo", description="How advantages are made from rewards."
+    algorithm: AlgorithmName = Field(
+        default="grpo",
+        description="How advantages are made from rewards, and the loss. gspo's ratios are means over a response: its "
+        "paper clips at 3e-4 and 4e-4. cispo's paper sets no lower bound: clip_low = 1. dapo has no dynamic sampling.",
     )
-    lr: Annotated[float, Field(ge=0)] = Field(description="Learning rate of AdamW.")
+    lr: Annotated[float, Field(ge=0)] = Field(description="Learning rate of AdamW, after warm-up.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How the learning rate falls from lr to min_lr_ratio * lr over `run.steps`."
+    )
+    warmup_steps: Whole = Field(
+        default=0, description="Steps of linear warm-up before the full learning rate; 0 = none."
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="Where a falling learning rate ends, as a part of lr."
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Decoupled weight decay of AdamW.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Decay rates of the two moments of AdamW.")
     grad_clip: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest global gradient norm.")
@@ -159,14 +177,29 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: Count = Field(
         default=8192, description="Tokens packed into one forward and backward pass."
     )
-    loss_aggregation: Literal["token-mean", "sequence-mean"] = Field(
-        default="token-mean", description="Average over all response tokens, or over responses."
+    loss_aggregation: Literal["auto", "token-mean", "sequence-mean", "constant-length"] = Field(
+        default="auto",
+        description="Average over all response tokens, over responses, or over responses x `rollout.max_new_tokens`; "
+        '"auto" = constant-length with dr_grpo, sequence-mean with gspo, token-mean with the others.',
     )
     clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.2, description="Ratios are clipped below 1 - clip_low."
     )
     clip_high: Annotated[float, Field(ge=0)] = Field(
         default=0.28, description="Ratios are clipped above 1 + clip_high."
+    )
+    dual_clip: Annotated[
+        float, Field(ge=0), _refuse(lambda c: c == 0 or c > 1, "it bounds ratios from above; use 0 (off) or above 1")
+    ] = Field(default=0.0, description="Bound on the ratio of tokens with a negative advantage, such as 3; 0 = none.")
+    entropy_coef: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="Weight of the entropy bonus: that much times the mean entropy, averaged like the loss, is "
+        "subtracted from it. At the sampling temperature.",
+    )
+    overlong_cache: Whole = Field(
+        default=0,
+        description="Before advantages are made, rewards fall linearly by up to 1 over this many last tokens below "
+        "`rollout.max_new_tokens` (DAPO); 0 = never. Reported rewards are those before.",
     )
     kl_coef: Annotated[
         float,
@@ -227,13 +260,33 @@ def _minibatches_divide(prompts: int, samples: int, minibatches: int) -> str:
     )
 
 
-def _group_has_baseline(algorithm: str, samples: int) -> str:
-    if algorithm != "grpo" or samples > 1:
+def _entropy_has_gradient(coef: float, true_on_policy: bool) -> str:
+    if coef == 0 or true_on_policy:
         return ""
     return (
-        f"rollout.samples_per_prompt = {samples} gives no learning signal with grpo: the advantage of a sample is its "
-        "distance to its group's mean, and a group of one is its own mean; use 2 or more"
+        f"train.entropy_coef = {coef} needs contract.true_on_policy: the plain ops report entropy without a gradient; "
+        "use 0 without it"
     )
+
+
+def _overlong_fits(cache: int, max_new_tokens: int) -> str:
+    if cache <= max_new_tokens:
+        return ""
+    return (
+        f"train.overlong_cache = {cache} is longer than the longest response (rollout.max_new_tokens {max_new_tokens})"
+    )
+
+
+def _warmup_ends(warmup: int, steps: int) -> str:
+    if warmup < steps:
+        return ""
+    return f"train.warmup_steps = {warmup} leaves none of the {steps} steps (run.steps) at the full learning rate"
+
+
+def _minimum_is_used(schedule: str, ratio: float) -> str:
+    if schedule != "constant" or ratio == 0:
+        return ""
+    return f'train.min_lr_ratio = {ratio} has no meaning with train.lr_schedule = "constant"; use "linear" or "cosine"'
 
 
 def _eval_has_data(every: int, tables: Mapping[str, str]) -> str:
@@ -244,7 +297,14 @@ def _eval_has_data(every: int, tables: Mapping[str, str]) -> str:
 
 _RULES: dict[tuple[str, ...], Callable[..., str]] = {
     ("rollout.prompts_per_step", "rollout.samples_per_prompt", "train.minibatches"): _minibatches_divide,
-    ("train.algorithm", "rollout.samples_per_prompt"): _group_has_baseline,
+    ("train.algorithm", "rollout.prompts_per_step", "rollout.samples_per_prompt"): group_has_baseline,
+    ("train.algorithm", "train.loss_aggregation"): aggregation_fits,
+    ("train.algorithm", "train.clip_low", "train.clip_high"): clip_is_higher,
+    ("train.algorithm", "train.dual_clip"): dual_clip_fits,
+    ("train.entropy_coef", "contract.true_on_policy"): _entropy_has_gradient,
+    ("train.overlong_cache", "rollout.max_new_tokens"): _overlong_fits,
+    ("train.warmup_steps", "run.steps"): _warmup_ends,
+    ("train.lr_schedule", "train.min_lr_ratio"): _minimum_is_used,
     ("run.eval_every", "data.eval"): _eval_has_data,
 }
 

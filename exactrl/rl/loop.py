@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exactrl.algo.algorithm import Algorithm
+from exactrl.algo.overlong import overlong_penalty
 from exactrl.errors import UsageError
 from exactrl.protocols import RolloutEngine, Task, Trainer
 from exactrl.rl.rollout import Draw, Progress, assign_rewards, rollout
@@ -44,6 +45,7 @@ class Plan:
     audit_every: int
     eval_every: int
     on_reward_error: str
+    overlong_cache: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def run(
         metrics = rollout_metrics(groups, engine.stats)
         judge.begin([s for g in groups for s in g.samples])
         failed = assign_rewards(groups, task, plan.on_reward_error)
-        samples = set_advantages(groups, algorithm)
+        samples = set_advantages(groups, algorithm, plan.sampling.max_new_tokens, plan.overlong_cache)
         metrics |= reward_metrics(groups, failed)
         clock.lap("perf/rollout_time")
         progress("train", 0, len(samples))
@@ -105,15 +107,21 @@ def roll_out_step(plan: Plan, step: int, engine: RolloutEngine, task: Task, prog
     return rollout(engine, prompts, plan.samples_per_prompt, plan.sampling, draw, task, progress)
 
 
-def set_advantages(groups: list[Group], algorithm: Algorithm) -> list[Sample]:
+def set_advantages(
+    groups: list[Group], algorithm: Algorithm, max_length: int = 0, overlong_cache: int = 0
+) -> list[Sample]:
     """Advantages from rewards; returns the samples to train on. Groups that failed rewards left too small are removed.
 
+    Only advantages see the penalty for responses near max_length: `sample.reward` stays the reward function's.
     Raises UsageError when nothing is left.
     """
-    groups[:] = [g for g in groups if len(g.samples) > 1]
+    least = algorithm.min_group
+    groups[:] = [g for g in groups if len(g.samples) >= least]
     if not groups:
-        raise UsageError("no group has two samples left after failed rewards; nothing can be trained on")
-    advantages = algorithm.advantages([[s.reward for s in g.samples] for g in groups])
+        raise UsageError(f"failed rewards left no group its {least} or more samples; nothing can be trained on")
+    advantages = algorithm.advantages(
+        [[s.reward + overlong_penalty(len(s.token_ids), max_length, overlong_cache) for s in g.samples] for g in groups]
+    )
     for group, values in zip(groups, advantages, strict=True):
         for sample, value in zip(group.samples, values, strict=True):
             sample.advantage = float(value)

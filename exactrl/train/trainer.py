@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from exactrl.algo.algorithm import Algorithm, TokenBatch
-from exactrl.algo.losses import token_weights
-from exactrl.errors import UsageError
+from exactrl.algo.losses import token_weights, weighted_sum
+from exactrl.errors import ConfigError, UsageError
 from exactrl.model.attention_state import PackedState
 from exactrl.model.qwen3 import Probe, Qwen3
 from exactrl.model.weights import compute_digest, master_digest, named_weights, refresh, unique_weights
@@ -27,6 +27,9 @@ class Trainer:
 
     In true-on-policy mode the rollout's logprobs are the old logprobs: parity is proven, so no pass recomputes them.
     `recompute_old_logprobs` runs that pass, as frameworks without parity must.
+
+    `lr_at` gives the learning rate of RL step 1, 2, ...; without it, it is always `lr`. `max_new_tokens` is for the
+    aggregation "constant-length" only.
     """
 
     def __init__(
@@ -43,22 +46,32 @@ class Trainer:
         loss_aggregation: str = "token-mean",
         clip_low: float = 0.2,
         clip_high: float = 0.28,
+        entropy_coef: float = 0.0,
+        max_new_tokens: int = 0,
+        lr_at: Callable[[int], float] | None = None,
         recompute_old_logprobs: bool = False,
         see: Probe | None = None,
     ) -> None:
         self.model, self.algorithm, self.version = model, algorithm, 0
         self.minibatches, self.budget, self.aggregation = minibatches, max_tokens_per_microbatch, loss_aggregation
         self.clip = (clip_low, clip_high)
-        self.grad_clip, self.lr = grad_clip, lr
+        self.grad_clip, self.lr, self.lr_at = grad_clip, lr, lr_at
+        self.entropy_coef, self.max_new_tokens = entropy_coef, max_new_tokens
         self.recompute_old_logprobs = recompute_old_logprobs
         self.parameters = [w.master for w in unique_weights(model) if w.master is not None]
         if not self.parameters:
             raise UsageError("the trainer needs a model with master weights (trainable=True)")
+        if entropy_coef and not model.ops.exact:
+            raise ConfigError("entropy_coef needs exact ops: the plain ones report entropy without a gradient")
         self.optimizer = make_optimizer(self.parameters, lr, betas, weight_decay)
         self._see = (see,) if see else ()
 
     def step(self, samples: Sequence[Sample], *, audit: bool, observe: Observer) -> dict[str, float]:
-        """One RL step; see protocols.Trainer. Raises UsageError when the samples hold no response token."""
+        """One RL step; see protocols.Trainer. "train/loss" is what is minimised, entropy bonus included.
+
+        Raises UsageError when the samples hold no response token.
+        """
+        self._set_lr()
         self.optimizer.zero_grad(set_to_none=True)
         old = self._old_logprobs(samples)
         if audit:
@@ -92,6 +105,13 @@ class Trainer:
     def compute_digest(self) -> str:
         return compute_digest(self.model)
 
+    def _set_lr(self) -> None:
+        if self.lr_at is None:
+            return
+        self.lr = self.lr_at(self.version // self.minibatches + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+
     def _old_logprobs(self, samples: Sequence[Sample]) -> Sequence[LogprobArray]:
         return self.score(samples) if self.recompute_old_logprobs else [s.logprobs for s in samples]
 
@@ -115,7 +135,8 @@ class Trainer:
     ) -> None:
         """Gradients of one minibatch, micro-batch by micro-batch. Every forward made before the step's first update is
         observed: the weights are then those of the rollout."""
-        weights = token_weights([len(samples[i].token_ids) for i in part], self.aggregation)
+        lengths = [len(samples[i].token_ids) for i in part]
+        weights = token_weights(lengths, self.aggregation, self.max_new_tokens)
         version = self.version
         for indices in pack([samples[i] for i in part], self.budget):
             chosen = [samples[part[i]] for i in indices]
@@ -126,6 +147,8 @@ class Trainer:
                 logprobs, batch, chosen, [old[part[i]] for i in indices], [weights[i] for i in indices]
             )
             loss, metrics = self.algorithm.loss(tokens, *self.clip)
+            if self.entropy_coef:
+                loss = loss - self.entropy_coef * weighted_sum(entropy, tokens.token_weights)
             loss.backward()
             found = {"loss": loss.detach(), "entropy": entropy.detach().sum(dtype=torch.float64), **metrics}
             for name, value in found.items():

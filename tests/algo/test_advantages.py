@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from exactrl.algo.advantages import grpo_advantages, grpo_step_advantages
+from exactrl.algo.advantages import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    grpo_step_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+)
 from exactrl.errors import NonFiniteError, UsageError
 
 
@@ -27,6 +34,36 @@ def test_equals_the_reference(size):
 def test_D15_unbiased_std_within_the_group():
     np.testing.assert_allclose(grpo_advantages([1, 0, 0, 0]), [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
     np.testing.assert_allclose(grpo_advantages([1, 1, 1, 0]), [0.5, 0.5, 0.5, -1.5], rtol=1e-5)
+
+
+def test_D15_without_normalisation_nothing_is_divided():
+    found = dr_grpo_advantages([[1, 0, 0, 0], [1, 1, 1, 0]])
+    assert [a.tolist() for a in found] == [[0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]]
+
+
+def test_D15_batch_normalisation_uses_the_whole_step():
+    """REINFORCE++ divides by the std of what it centred: the differences to group means, or all rewards."""
+    groups = [[1, 0, 0, 0], [1, 1, 1, 0]]
+    for group, centred in zip(reinforce_pp_baseline_advantages(groups), dr_grpo_advantages(groups), strict=True):
+        np.testing.assert_allclose(group, centred / np.sqrt(1.5 / 7), rtol=1e-5)
+    for group, rewards in zip(reinforce_pp_advantages(groups), groups, strict=True):
+        np.testing.assert_allclose(group, (np.array(rewards) - 0.5) / 0.534522, rtol=1e-5)
+
+
+def test_rloo_leaves_the_sample_out():
+    (found,) = rloo_advantages([[1, 0, 0, 5]])
+    np.testing.assert_allclose(found, [1 - 5 / 3, -2, -2, 5 - 1 / 3], rtol=1e-12)
+
+
+def test_a_group_of_equal_rewards_stays_exactly_0_in_a_normalised_step():
+    equal, other = reinforce_pp_baseline_advantages([[0.1] * 3, [1.0, 0.0, 0.3]])
+    assert (equal.view(np.int64) == 0).all()
+    assert other.all()
+
+
+def test_reinforce_pp_takes_one_sample_per_prompt():
+    found = reinforce_pp_advantages([[1.0], [0.0], [0.0]])
+    np.testing.assert_allclose(np.concatenate(found), reference([1, 0, 0]), rtol=1e-12)
 
 
 def test_epsilon_is_added_to_the_std():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from exactrl.algo.algorithm import ALGORITHMS, Algorithm, TokenBatch, get_algorithm
 from exactrl.algo.losses import policy_loss
+from exactrl.config.algorithms import ALGORITHM_RULES, AlgorithmName
 from exactrl.errors import ConfigError
 
 
@@ -16,6 +19,16 @@ def test_unknown_name_gets_the_nearest_match():
     with pytest.raises(ConfigError, match="known algorithms: grpo"):
         get_algorithm("sarsa")
     assert all(get_algorithm(name).name == name for name in ALGORITHMS)
+
+
+def test_recipes_know_the_same_names():
+    assert list(ALGORITHMS) == list(ALGORITHM_RULES) == list(get_args(AlgorithmName))
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_dual_clip_is_refused_where_the_loss_has_none(name):
+    with pytest.raises(ConfigError, match=f"no sense with {name}"):
+        get_algorithm(name, 3.0)
 
 
 def batch():

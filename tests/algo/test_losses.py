@@ -211,3 +211,42 @@ def test_token_weights_refuse_a_mean_over_nothing(lengths, aggregation):
 def test_token_weights_refuse_an_unknown_aggregation():
     with pytest.raises(ConfigError, match="token-sum"):
         token_weights([1], "token-sum")
+
+
+def test_constant_length_weights():
+    weights = token_weights([1, 0, 4], "constant-length", 8)  # the empty response is one of the three
+    assert [w.tolist() for w in weights] == [[np.float32(1 / 24)], [], [np.float32(1 / 24)] * 4]
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        token_weights([1], "constant-length")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual"),
+    [(3.1, -1, True), (2.9, -1, False), (1000.0, -2, True), (3.1, 1, False), (0.5, -1, False)],
+)
+def test_dual_clip_bounds_a_growing_ratio_of_bad_tokens(ratio, advantage, dual):
+    new = vector([math.log(ratio)], grad=True)
+    loss, tokens = ppo_clip_loss(new, vector([0.0]), vector([advantage]), LOW, HIGH, 3.0)
+    assert bool(tokens["clipped_dual"]) is dual
+    if dual:
+        loss.sum().backward()
+        assert (loss.item(), new.grad.item()) == (-3.0 * advantage, 0.0)
+    else:
+        assert loss.item() == ppo_clip_loss(new, vector([0.0]), vector([advantage]), LOW, HIGH)[0].item()
+
+
+def test_dual_clip_exactly_at_the_bound_keeps_the_gradient():
+    new = vector([math.log(2.0)], torch.float32, grad=True)
+    loss, tokens = ppo_clip_loss(new, torch.zeros(1), -torch.ones(1), LOW, HIGH, 2.0)
+    loss.sum().backward()
+    assert tokens["ratio"].item() == 2.0
+    assert (bool(tokens["clipped_dual"]), loss.item(), new.grad.item()) == (False, 2.0, 2.0)
+
+
+def test_dual_clip_survives_a_ratio_that_overflows():
+    leaf = torch.zeros(2, requires_grad=True)
+    loss, metrics = policy_loss(leaf, torch.tensor([0.0, -90.0]), -torch.ones(2), torch.ones(2), LOW, HIGH, 3.0)
+    loss.backward()
+    assert loss == 4
+    assert leaf.grad.tolist() == [1.0, 0.0]
+    assert (metrics["clipped"], metrics["clipped_high"], metrics["clipped_dual"], metrics["overflowed"]) == (1, 0, 1, 1)

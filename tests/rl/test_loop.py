@@ -111,6 +111,24 @@ def test_each_step_rolls_out_checks_trains_and_hands_over():
     assert not any(k.startswith("eval/") for r in rows for k in r)
 
 
+def test_overlong_responses_lose_advantage_but_not_reward():
+    """The second sample of each prompt earns 1 and fills all 4 tokens, which costs 1: none is better than another."""
+
+    class Wordy(World):
+        def generate(self, requests, on_progress=None):
+            found = super().generate(requests, on_progress)
+            for c in found[1::2]:
+                c.token_ids, c.logprobs = [1, 2, 3, 4], np.zeros(4, np.float32)
+            return found
+
+    for cache, advantage in ((0, 0.7071), (2, 0.0)):
+        world = Wordy(1, overlong_cache=cache)
+        world.run()
+        assert world.calls[3][2] == pytest.approx([-advantage, advantage] * 2, abs=1e-4)
+        (row,) = (r.metrics for r in world.results)
+        assert (row["rollout/raw_reward"], row["rollout/zero_std_groups"]) == (0.5, 0)
+
+
 def test_audited_steps():
     world = World(7, audit_every=3)
     world.run()

@@ -117,6 +117,26 @@ def test_on_error_drop_is_counted(failure):
     assert [g.prompt.id for g in found] == ["a"]
 
 
+def test_a_batch_baseline_keeps_a_group_of_one():
+    found = groups()
+    assign_rewards(found, FakeTask({"b#1": ValueError(), "b#2": ValueError(), "a#0": 1.0}), "drop")
+    kept = set_advantages(found, get_algorithm("reinforce_pp"))
+    assert [s.name for s in kept] == ["a#0", "a#1", "a#2", "b#0"]
+    assert kept[0].advantage > 0 > kept[1].advantage == kept[3].advantage
+
+
+def test_responses_near_the_longest_lose_advantage_not_reward():
+    found = groups()
+    assign_rewards(found, FakeTask(), "stop")
+    found[0].samples[1].token_ids = [7] * 9
+    found[0].samples[2].token_ids = [7] * 10
+    set_advantages(found, get_algorithm("dr_grpo"), 10, 4)
+    a, b = ([s.advantage for s in g.samples] for g in found)
+    assert a == pytest.approx([1.75 / 3, 1.75 / 3 - 0.75, 1.75 / 3 - 1])
+    assert b == [0, 0, 0]
+    assert {s.reward for g in found for s in g.samples} == {0.5}
+
+
 def test_nothing_left_is_an_error():
     found = groups(2)
     assign_rewards(found, FakeTask({f"{p}#0": ValueError() for p in "ab"}), "drop")

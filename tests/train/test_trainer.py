@@ -214,6 +214,46 @@ def test_gradients_are_those_of_fp64_autograd(aggregation, budget):
     assert abs(metrics["train/grad_norm"] - norm) < 1e-4 * norm
 
 
+def test_entropy_bonus_and_constant_length_gradients_are_those_of_fp64_autograd():
+    """Equal rewards, so that the bonus is all there is: -0.3 x the entropies' sum / (4 responses x 40 tokens)."""
+    samples = [replace(s, advantage=0.0) for s in roll_out(make_engine(), workload()[::5])]
+    trainer = make_trainer(
+        loss_aggregation="constant-length", max_new_tokens=40, entropy_coef=0.3, max_tokens_per_microbatch=130,
+        grad_clip=1e9,
+    )  # fmt: skip
+    skip = ("architectures", "model_type")
+    c = transformers.Qwen3Config(**{k: v for k, v in trainer.model.config.to_json().items() if k not in skip})
+    model = transformers.Qwen3ForCausalLM(c).double()
+    model.load_state_dict({name: t.double() for name, t in named_masters(trainer.model)})
+    total = 0.0
+    for s in samples:
+        logits = model(torch.tensor([[*s.prompt_token_ids, *s.token_ids]])).logits[0, len(s.prompt_token_ids) - 1 : -1]
+        lp = torch.log_softmax(logits / s.temperature, -1)
+        loss = 0.3 * (lp.exp() * lp).sum() / (len(samples) * 40)
+        loss.backward()
+        total += loss.item()
+    reference = {name: p.grad for name, p in model.named_parameters()}
+    gradients = captured_gradients(trainer)
+    where = {id(m): name for name, m in trainer.model.named_modules()}
+    metrics = trainer.step(samples, audit=False, observe=unobserved)
+    assert abs(metrics["train/loss"] - total) < 1e-5
+    for name, weight, first, rows in places(trainer.model):
+        ours = gradients[0][where[id(weight)] + ".master"][first : first + rows].double()
+        error = (ours - reference[name]).abs().max() / reference[name].abs().max()
+        assert error < 2e-5, f"{name}: {error:.2e}"
+
+
+def test_the_learning_rate_follows_the_step_and_is_reported():
+    """Two minibatches share a step's rate; without momentum an update moves a weight by lr wherever it moves it."""
+    trainer = make_trainer(minibatches=2, lr_at=lambda step: step / 1024, betas=(0.0, 0.0))
+    samples = [sample(tokens(4, 0), tokens(6, 1)), sample(tokens(4, 2), tokens(6, 3))]
+    for step in (1, 2, 3):
+        before = [p.detach().clone() for p in trainer.parameters]
+        assert trainer.step(samples, audit=False, observe=unobserved)["train/lr"] == step / 1024
+        moved = max(float((p.detach() - b).abs().max()) for p, b in zip(trainer.parameters, before, strict=True))
+        assert moved * 1024 == pytest.approx(2 * step, rel=1e-2)
+
+
 def step_gradients(samples, **settings) -> dict[str, torch.Tensor]:
     trainer = make_trainer(grad_clip=1e9, **settings)
     gradients = captured_gradients(trainer)
