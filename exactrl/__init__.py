@@ -10,7 +10,9 @@ Names are loaded when they are used: importing the package imports no torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -29,7 +31,27 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 
+class _Callable(ModuleType):
+    """The room exactrl.train, which is also the function exactrl.train(config): importing the room from anywhere binds
+    it to that name, so both have to be one object."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return import_module("exactrl.launch").train(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train" and isinstance(value, ModuleType):
+            value.__class__ = _Callable
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'exactrl' has no attribute {name!r}")
+    if name == "train":
+        return import_module("exactrl.train")
     return getattr(import_module(_PUBLIC[name]), name)

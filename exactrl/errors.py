@@ -9,7 +9,7 @@
       ParityError                   3   two sides that must agree bit for bit do not
       NonFiniteError                3   a logprob, loss or gradient is NaN or infinite
       EnvironmentProblem            4   missing device, package, memory, or an unusable folder
-      Interrupted                   130 the user stopped the run; it can be resumed
+      Interrupted                   130 the user stopped the run
 
 A message names the value, the limit it broke and the way out.
 """

@@ -13,7 +13,7 @@ import torch
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.config import Config, to_toml
 from exactrl.config.algorithms import aggregation_of
-from exactrl.contract import Contract, get_contract, noise_key
+from exactrl.contract import CONTRACTS, Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
 from exactrl.errors import ConfigError, EnvironmentProblem, ModelError
 from exactrl.model.config import find_model, read_config
@@ -29,7 +29,7 @@ from exactrl.rl import loop
 from exactrl.rl.environment import environment
 from exactrl.rl.run_folder import RunFolder
 from exactrl.sync.memory import sync
-from exactrl.tasks.data import load_prompts
+from exactrl.tasks.data import deduplicate, load_prompts
 from exactrl.tasks.rewards import resolve_reward
 from exactrl.tasks.task import DataTask
 from exactrl.tasks.tokenizer import Tokenizer, eos_ids, load_tokenizer
@@ -71,11 +71,15 @@ class Silent:
 
 def contract_of(config: Config) -> Contract:
     c = config.contract
-    return get_contract(c.name, k_leaves=c.k_leaves, residual_dtype=c.residual_dtype)
+    residual = "float32" if config.model.dtype == "float32" else c.residual_dtype
+    return get_contract(c.name, k_leaves=c.k_leaves, residual_dtype=residual)
 
 
-def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer]:
-    """Prompts, rewards and tokenizer. Raises DataError, ConfigError, ModelError."""
+def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer, dict[str, Any]]:
+    """Prompts and rewards, tokenizer, and how many prompts each set has and lost: filtered, repeated (dedupe).
+
+    Raises DataError, ConfigError, ModelError.
+    """
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise ModelError(f"{folder}: training needs the model's tokenizer.json")
@@ -84,13 +88,35 @@ def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer]:
         "prompt_key": data.prompt_key, "label_key": data.label_key, "id_key": data.id_key,
         "max_prompt_tokens": data.max_prompt_tokens, "overlong_prompts": data.overlong_prompts,
     }  # fmt: skip
-    train_prompts = load_prompts(data.train, tokenizer, **keys).prompts
-    if data.dedupe:
-        train_prompts = list({p.text: p for p in reversed(train_prompts)}.values())[::-1]
-    evals = {name: load_prompts(path, tokenizer, **keys).prompts for name, path in data.eval.items()}
+    loaded = {name: load_prompts(path, tokenizer, **keys) for name, path in [("", data.train), *data.eval.items()]}
+    train_prompts = deduplicate(loaded[""].prompts) if data.dedupe else loaded[""].prompts
+    evals = {name: found.prompts for name, found in loaded.items() if name}
+    counts: dict[str, Any] = {
+        name or "train": {"prompts": len(found.prompts), "filtered": found.num_filtered}
+        for name, found in loaded.items()
+    }
+    counts["train"] |= {"prompts": len(train_prompts), "repeated": len(loaded[""].prompts) - len(train_prompts)}
     reward = resolve_reward(config.reward.name, config.reward.timeout_s)
-    task = DataTask(train_prompts, evals, tokenizer, reward, seed=config.rollout.seed, shuffle=data.shuffle)
-    return task, tokenizer
+    stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
+    task = DataTask(
+        train_prompts, evals, tokenizer, reward, seed=config.rollout.seed, shuffle=data.shuffle, stop_token_ids=stop
+    )  # fmt: skip
+    return task, tokenizer, counts
+
+
+def _require_servable(engine: NativeEngine, task: DataTask, settings: loop.Plan) -> None:
+    """Raises RequestError, before a run folder exists, when the longest prompt could never be served."""
+    prompts = [*task.all_train_prompts(), *(p for table in task.eval_prompts().values() for p in table)]
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    engine.require_servable(Request(longest.id, longest.token_ids, settings.sampling))
+
+
+def check_command(config: Config) -> str:
+    """The ladder on a run's model, under the run's own contract."""
+    c = config.contract
+    extra = f" --k-leaves {c.k_leaves}" if c.k_leaves != 1 else ""
+    extra += f" --residual-dtype {c.residual_dtype}" if c.residual_dtype != "bfloat16" else ""
+    return f"exactrl check {config.model.path} --dtype {config.model.dtype}{extra}"
 
 
 def build_engine(config: Config, folder: Path) -> NativeEngine:
@@ -139,19 +165,18 @@ def train(config: Config, events: Events | None = None) -> dict[str, Any]:
     begin = time.perf_counter()
     require_denormals()
     folder = find_model(config.model.path)
-    task, tokenizer = build_task(config, folder)
+    task, tokenizer, counts = build_task(config, folder)
     engine, trainer = build_engine(config, folder), build_trainer(config, folder)
     stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
     settings = loop_plan(config, stop)
-    if config.contract.true_on_policy and sum(p.numel() for p in trainer.parameters) < SMALL_MODEL:
-        torch.set_num_threads(1)
+    _require_servable(engine, task, settings)
     out = RunFolder(Path(config.run.out))
     info = plan(config)
     out.write_text("config.toml", to_toml(config))
     out.write_json("plan.json", info)
-    out.write_json("environment.json", environment() | {"seed": config.rollout.seed})
-    oracle = Oracle(strict=config.contract.true_on_policy, bisect_command=f"exactrl check {config.model.path}")
-    events.on_start(info)
+    out.write_json("environment.json", environment() | {"seed": config.rollout.seed, "data": counts})
+    oracle = Oracle(strict=config.contract.true_on_policy, bisect_command=check_command(config))
+    events.on_start(info | {"data": counts})
     summary: dict[str, Any] = {"out": str(out.path), "steps": 0, "compared_tokens": 0, "mismatch_tokens": 0}
 
     def on_step(result: loop.StepResult) -> None:
@@ -166,10 +191,18 @@ def train(config: Config, events: Events | None = None) -> dict[str, Any]:
             save_model(trainer.model, out.checkpoint_path(result.step), companions=folder, masters=True)
             out.prune_checkpoints(config.run.keep_checkpoints)
 
+    threads = torch.get_num_threads()
+    if config.contract.true_on_policy and sum(p.numel() for p in trainer.parameters) < SMALL_MODEL:
+        torch.set_num_threads(1)
     try:
         algorithm = get_algorithm(config.train.algorithm)
         loop.run(settings, engine, trainer, task, algorithm, oracle, sync, on_step, events.on_progress)
+    except BaseException as error:
+        out.write_failure(error, after_step=summary["steps"])
+        write_report(out.path)  # a run that parity stopped says so on its page
+        raise
     finally:
+        torch.set_num_threads(threads)
         out.close()
     summary |= {"seconds": time.perf_counter() - begin, "report": str(write_report(out.path))}
     events.on_end(summary)
@@ -189,7 +222,7 @@ def plan(config: Config) -> dict[str, Any]:
         "true_on_policy": exact,
         "contract": {
             "name": contract.name, "digest": contract.digest, "k_leaves": contract.k_leaves,
-            "residual_dtype": "float32" if config.model.dtype == "float32" else contract.residual_dtype,
+            "residual_dtype": contract.residual_dtype,
             "kv_split": contract.kv_split, "kv_block": contract.kv_block, "vocab_block": contract.vocab_block,
         },
         "device": "cpu",
@@ -302,6 +335,8 @@ def check(
     device: str = "cpu",
     true_on_policy: bool = True,
     seed: int = 0,
+    k_leaves: int = 1,
+    residual_dtype: str = "bfloat16",
     rungs: Sequence[str] | None = None,
     on_rung: Callable[[ladder.RungResult], None] = lambda result: None,
 ) -> list[ladder.RungResult]:
@@ -313,12 +348,16 @@ def check(
         raise EnvironmentProblem(f"no kernels for device {device!r} yet; use --device cpu")
     require_denormals()
     folder = find_model(model)
-    return ladder.check([subject_of(folder, d, true_on_policy, seed) for d in dtypes], rungs, on_rung)
+    contract = get_contract("exact-v1", k_leaves=k_leaves, residual_dtype=residual_dtype)
+    subjects = [subject_of(folder, d, true_on_policy, seed, contract) for d in dtypes]
+    return ladder.check(subjects, rungs, on_rung)
 
 
-def subject_of(folder: Path, dtype: str, true_on_policy: bool, seed: int) -> Subject:
-    """A model folder in one dtype, as the ladder wants it."""
-    ops = Ops(get_contract("exact-v1"), true_on_policy)
+def subject_of(
+    folder: Path, dtype: str, true_on_policy: bool, seed: int, contract: Contract = CONTRACTS["exact-v1"]
+) -> Subject:
+    """A model folder in one dtype under one contract, as the ladder wants it."""
+    ops = Ops(contract, true_on_policy)
 
     def load(trainable: bool) -> Qwen3:
         return load_model(folder, ops, DTYPES[dtype], trainable=trainable)

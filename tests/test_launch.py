@@ -426,3 +426,51 @@ def test_generate_rows_do_not_depend_on_limits():
     assert [r[:2] for r in wide] == [(p, s) for p in "abc" for s in (0, 1)]
     assert wide == rows(max_concurrent=2, kv_tokens=64, chunk_tokens=3)
     assert wide[0][2] != wide[1][2]
+
+
+def test_train_is_callable_before_and_after_its_room_is_imported(tmp_path):
+    """exactrl.train is the function of interfaces.md and the room exactrl/train at once."""
+    from exactrl.train.trainer import Trainer
+
+    assert exactrl.Trainer is Trainer
+    for i in range(2):
+        assert exactrl.train(micro(tmp_path / str(i), **{"run.steps": "1"}))["steps"] == 1
+
+
+def test_a_parity_failure_is_written_down_and_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "build_trainer", lambda c, f, make=launch.build_trainer: faulty(make(c, f)))
+    with pytest.raises(ParityError):
+        launch.train(micro(tmp_path / "run"))
+    failure = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert failure["type"] == "ParityError"
+    assert "STOPPED by the parity check" in (tmp_path / "run" / "report.html").read_text()
+
+
+def faulty(trainer):
+    trainer._see = (lambda name, x: x * 1.25 if name == "norm" else x,)
+    return trainer
+
+
+def test_a_prompt_that_cannot_be_served_is_refused_before_the_run_folder_exists(tmp_path):
+    with pytest.raises(RequestError, match="KV tokens"):
+        launch.train(micro(tmp_path / "run", **{"rollout.kv_tokens": "32"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_own_stop_tokens_are_not_part_of_the_text(tmp_path):
+    newline = exactrl.Engine("tiny").encode("\n")[0]
+    launch.train(micro(tmp_path / "run", **{"rollout.stop_token_ids": str(newline), "run.steps": "1"}))
+    rows = [json.loads(x) for x in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    stopped = [r for r in rows if r["finish_reason"] == "stop"]
+    assert stopped
+    assert all(r["token_ids"][-1] == newline and not r["text"].endswith("\n") for r in stopped)
+
+
+def test_dedupe_keeps_file_order_and_refuses_two_labels():
+    from exactrl.tasks.data import deduplicate
+    from exactrl.types import Prompt
+
+    a, b = Prompt("0", "A", (1,), "1"), Prompt("1", "B", (2,), "2")
+    assert deduplicate([a, b, Prompt("2", "A", (1,), "1")]) == [a, b]
+    with pytest.raises(DataError, match="labels"):
+        deduplicate([a, Prompt("2", "A", (1,), "7")])

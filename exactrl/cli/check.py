@@ -54,6 +54,8 @@ def check(
         list[str] | None, typer.Option(help="Rung that may be skipped; can be repeated.", metavar="NAME")
     ] = None,
     true_on_policy: TrueOnPolicy = True,
+    k_leaves: Annotated[int, typer.Option(min=1, help="As contract.k_leaves of the run.")] = 1,
+    residual_dtype: Annotated[str, typer.Option(help="As contract.residual_dtype.", metavar="DTYPE")] = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts and of the sampling.")] = 0,
     rung: Annotated[list[str] | None, typer.Option(help="Run only this rung; can be repeated.", metavar="NAME")] = None,
     quiet: Quiet = False,
@@ -70,6 +72,8 @@ def check(
         device=device.value,
         true_on_policy=true_on_policy,
         seed=seed,
+        k_leaves=k_leaves,
+        residual_dtype=residual_dtype,
         rungs=rung or None,
         on_rung=table.row,
     )

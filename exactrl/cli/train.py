@@ -17,7 +17,8 @@ class Mode(StrEnum):
     debug_minimal = "debug_minimal"
 
 
-# The smallest run that still has every part: groups with a baseline, two updates.
+# A run of seconds that goes through every part. Its groups are so small that rewards may well all be equal, and the
+# gradient then 0.
 _DEBUG_MINIMAL = [
     ("run.steps", "2"),
     ("run.eval_every", "0"),

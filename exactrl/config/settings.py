@@ -126,7 +126,7 @@ class RolloutConfig(Section):
     prompts_per_step: Count = Field(description="Prompts drawn for each step.")
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt; their group sets the baseline.")
     max_new_tokens: Count = Field(description="Longest response, in tokens.")
-    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Sampling temperature.")
+    temperature: Annotated[float, Field(ge=0.001)] = Field(default=1.0, description="Sampling temperature.")
     stop_token_ids: tuple[Whole, ...] = Field(
         default=(), description="Token ids that end a response; empty = the model's own."
     )

@@ -20,6 +20,7 @@ from exactrl.model.attention_state import PagedState
 from exactrl.model.qwen3 import Probe, Qwen3
 from exactrl.model.weights import compute_digest, load_weights
 from exactrl.ops.attention import PAGE
+from exactrl.ops.cpu.jit import require_denormals
 from exactrl.types import Completion, EngineStats, Request
 
 KV_SHARE_OF_MEMORY = 0.4  # of the memory free at start, where kv_tokens is 0
@@ -48,7 +49,8 @@ class Engine:
         block_seed: int = 0,
         see: Probe | None = None,
     ) -> None:
-        """Raises ConfigError for a limit that allows nothing."""
+        """Raises ConfigError for a limit that allows nothing, EnvironmentProblem where denormals are flushed."""
+        require_denormals()
         self.model, self.weight_version = model, 0
         limit = max_model_tokens or model.config.max_positions
         num_blocks = -(-kv_tokens // PAGE) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit)
@@ -127,6 +129,10 @@ class Engine:
         self.allocator.reset(self._root())
         return compute_digest(self.model)
 
+    def require_servable(self, request: Request) -> None:
+        """Raises RequestError when the request could never be served: token ids, temperature, lengths, cache."""
+        self.scheduler.require_servable(self._valid(request))
+
     def _root(self) -> tuple[int, str]:
         return self.weight_version, self.model.ops.contract.digest
 
@@ -163,8 +169,19 @@ def _blocks_that_fit(model: Qwen3, wanted_tokens: int) -> int:
     c = model.config
     dim = c.head_dim + -(-c.head_dim // 16) * 16
     per_block = PAGE * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(-(-wanted_tokens // PAGE), int(free * KV_SHARE_OF_MEMORY) // per_block))
+    return max(1, min(-(-wanted_tokens // PAGE), int(_free_memory() * KV_SHARE_OF_MEMORY) // per_block))
+
+
+def _free_memory() -> int:
+    """Bytes: what is available, or half of what the machine has where the system does not say (macOS, Windows)."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (ValueError, OSError, AttributeError):
+        return 4 << 30
 
 
 @contextmanager

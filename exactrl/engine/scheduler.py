@@ -69,7 +69,7 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         """Appends a request to the waiting queue. Raises RequestError for one that can never be served."""
-        self._refuse_hopeless(request)
+        self.require_servable(request)
         seq = Sequence(self._num_arrived, request)
         self._num_arrived += 1
         self._ids.add(request.id)
@@ -157,7 +157,8 @@ class Scheduler:
         assert not any(seq.block_ids or seq.num_computed for seq in self.waiting)
         self.allocator.check_invariants(seq.block_ids for seq in self.running)
 
-    def _refuse_hopeless(self, request: Request) -> None:
+    def require_servable(self, request: Request) -> None:
+        """Raises RequestError for a request that can never be served, whatever else is running."""
         num_prompt, max_new = len(request.token_ids), request.params.max_new_tokens
         who = f"request {request.id!r}"
         if request.id in self._ids:

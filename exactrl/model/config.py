@@ -83,7 +83,7 @@ def parse_config(raw: dict[str, Any], path: str) -> ModelConfig:
         head_dim=_integer(raw, "head_dim", path, default=128),
         rope_theta=_rope_theta(raw, path),
         rms_norm_eps=_number(raw, "rms_norm_eps", path, 1e-6),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings", path),
         max_positions=_integer(raw, "max_position_embeddings", path, default=32768),
         raw=raw,
     )
@@ -129,6 +129,13 @@ def _integer(raw: dict[str, Any], key: str, path: str, default: int | None = Non
     value = raw.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{path}: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def _flag(raw: dict[str, Any], key: str, path: str) -> bool:
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise ModelError(f"{path}: {key} must be true or false, not {value!r}")
     return value
 
 

@@ -50,7 +50,7 @@ def load_weights(model: Qwen3, tensors: Iterable[tuple[str, torch.Tensor]], sour
     seen: set[str] = set()
     tied_head: torch.Tensor | None = None
     for name, tensor in tensors:
-        if name == "lm_head.weight" and name not in table:
+        if name == "lm_head.weight" and name not in table and tied_head is None:
             tied_head = tensor
             continue
         if name not in table or name in seen:

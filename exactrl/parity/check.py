@@ -75,7 +75,9 @@ def _run(name: str, subject: Subject) -> RungResult:
         RUNGS[name](subject, tally)
     except ExactRLError as error:  # a mismatch that stops a trainer, a NaN, a request that cannot be served
         tally.problems.append(f"{type(error).__name__}: {error}")
-    if tally.mismatched or tally.problems:
+    if tally.skipped and not tally.mismatched and not tally.problems:
+        status, detail = "skip", tally.skipped
+    elif tally.mismatched or tally.problems:
         status = "fail"
         detail = "; ".join(filter(None, [tally.first, *tally.problems]))
     else:

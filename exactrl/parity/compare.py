@@ -23,6 +23,7 @@ class Tally:
     first: str = ""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    skipped: str = ""  # why the rung could not apply
 
     def tensors(self, a: torch.Tensor, b: torch.Tensor, what: str) -> None:
         """Bit patterns of two tensors of one shape and dtype (NaN equals the same NaN, -0 differs from +0)."""

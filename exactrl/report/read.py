@@ -20,8 +20,8 @@ from exactrl.errors import DataError
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
 
-DETAIL_FILES = ("config.toml", "plan.json", "environment.json", "certificate.json")
-OPTIONAL_FILES = ("certificate.json",)
+DETAIL_FILES = ("config.toml", "plan.json", "environment.json", "certificate.json", "failure.json")
+OPTIONAL_FILES = ("certificate.json", "failure.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class Run:
     lost        lines of metrics.jsonl that are unreadable, other than a half-written last one
     config      parsed config.toml, None when missing or unreadable
     texts       file name -> text, for the files shown as they are
+    failure     failure.json of a run that ended early
     sample_files  how many samples/step_*.jsonl there are; `samples` holds the first, middle and last of them
     """
 
@@ -52,6 +53,7 @@ class Run:
     texts: dict[str, str]
     sample_files: int
     samples: list[SampleFile]
+    failure: Row | None = None
 
     def setting(self, section: str, key: str) -> Any:
         """A value of config.toml, None when it is not there."""
@@ -93,11 +95,26 @@ def read_run(run_dir: Path, rows_per_file: int) -> Run:
     names = sorted((run_dir / "samples").glob("step_*.jsonl"))
     picked = [names[i] for i in sorted({0, len(names) // 2, len(names) - 1})] if names else []
     samples = [file for path in picked if (file := _read_samples(path, rows_per_file, notes)) is not None]
-    if not rows and not any(file.rows for file in samples):
+    failure = _parse_failure(texts.get("failure.json"), notes)
+    if not rows and not failure and not any(file.rows for file in samples):
         why = "has no readable row" if (run_dir / "metrics.jsonl").is_file() else "does not exist"
         raise DataError(f"{run_dir / 'metrics.jsonl'} {why}, and there are no samples: nothing to report yet")
     config = _parse_config(texts.get("config.toml"), notes)
-    return Run(run_dir, rows, lost, notes, config, texts, len(names), samples)
+    return Run(run_dir, rows, lost, notes, config, texts, len(names), samples, failure)
+
+
+def _parse_failure(text: str | None, notes: list[str]) -> Row | None:
+    """failure.json of a run that ended early; unreadable content still counts as a failure."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        notes.append("failure.json is not a JSON object.")
+        return {"type": "unknown", "message": text[:500]}
+    return value
 
 
 def _parse_lines(data: bytes) -> list[tuple[int, Row | None]]:

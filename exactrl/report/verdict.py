@@ -37,6 +37,8 @@ def judge(run: Run) -> Verdict:
         counts = f"{plain(mismatched)} of {plain(compared)} compared tokens differ"
         known = compared > 0 and any(number(row, MISMATCH) is not None for row in rows)
         return Verdict("off", "True on-policy is off: " + (counts if known else "no token was compared"), detail)
+    if run.failure and run.failure.get("type") in ("ParityError", "NonFiniteError"):
+        return Verdict("bad", f"STOPPED by the parity check after step {run.failure.get('after_step')}", detail)
     if failing:
         first = failing[0]
         more = f"; {len(failing)} steps differ in all" if len(failing) > 1 else ""
@@ -46,6 +48,9 @@ def judge(run: Run) -> Verdict:
     claim = f"0 of {plain(compared)} compared tokens differ"
     if silent:
         return Verdict("warn", f"{claim}, but {len(silent)} of {len(rows)} steps lack the comparison", detail)
+    uncompared = _total(rows, UNCOMPARED)
+    if uncompared:
+        return Verdict("warn", f"{claim}; {plain(uncompared)} sampled tokens were not compared", detail)
     if run.lost:
         return Verdict("warn", f"{claim}, but {run.lost} lines of metrics.jsonl are unreadable", detail)
     return Verdict("good", claim, detail)
@@ -81,10 +86,11 @@ def _total(rows: list[Row], key: str) -> float:
 
 def _coverage(run: Run, rows: list[Row], silent: list[Row]) -> list[str]:
     """Sentences on what the headline covers: steps, uncompared tokens, audits, an unfinished run."""
+    ended = [f"{run.failure.get('type')}: {run.failure.get('message')}"] if run.failure else []
     if not rows:
-        return ["There are no training steps in metrics.jsonl."]
+        return [*ended, "There are no training steps in metrics.jsonl."]
     first, last = min(row["step"] for row in rows), max(row["step"] for row in rows)
-    lines = [f"Steps {plain(first)} to {plain(last)}." if first != last else f"Step {plain(first)} only."]
+    lines = [*ended, f"Steps {plain(first)} to {plain(last)}." if first != last else f"Step {plain(first)} only."]
     planned = run.setting("run", "steps")
     if isinstance(planned, int) and last < planned:
         lines.append(f"The run has not reached its {plain(planned)} steps: it stopped or is still running.")

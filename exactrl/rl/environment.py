@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None,
         "threads": {"kernels": numba.get_num_threads(), "torch": torch.get_num_threads()},
         "versions": {name: metadata.version(name) for name in LIBRARIES},
         "kernel_sources_digest": sources_digest(),

@@ -83,6 +83,7 @@ def run(
         failed = assign_rewards(groups, task, plan.on_reward_error)
         samples = set_advantages(groups, algorithm, plan.sampling.max_new_tokens, plan.overlong_cache)
         metrics |= reward_metrics(groups, failed)
+        metrics["rollout/dropped_samples"] = metrics["rollout/num_samples"] - len(samples)
         clock.lap("perf/rollout_time")
         progress("train", 0, len(samples))
         audit = plan.audit_every > 0 and (step == 1 or step % plan.audit_every == 0)
@@ -129,7 +130,10 @@ def set_advantages(
 
 
 def evaluate(plan: Plan, step: int, engine: RolloutEngine, task: Task, progress: Progress) -> Metrics:
-    """Mean reward of greedy responses on every held-out set, `eval/<name>/mean`; nothing where eval_every is 0."""
+    """Mean reward of greedy responses on every held-out set, `eval/<name>/mean`; nothing where eval_every is 0.
+
+    A failed reward counts as 0 and in `eval/<name>/failed_rewards`, or stops the run (reward.on_error = "stop").
+    """
     if not plan.eval_every:
         return {}
     params = SamplingParams(plan.sampling.max_new_tokens, 0.0, plan.sampling.stop_token_ids)
@@ -139,10 +143,9 @@ def evaluate(plan: Plan, step: int, engine: RolloutEngine, task: Task, progress:
         draw = Draw(plan.seed, f"eval/{name}", step)
         report = lambda _, done, total: progress("eval", done, total)  # noqa: E731
         groups = rollout(engine, prompts, 1, params, draw, task, report)
-        assign_rewards(groups, task, plan.on_reward_error)
-        rewards = [s.reward for g in groups for s in g.samples]
-        if rewards:
-            result[f"eval/{name}/mean"] = float(np.mean(rewards))
+        policy = "stop" if plan.on_reward_error == "stop" else "zero"  # a mean over survivors would flatter
+        result[f"eval/{name}/failed_rewards"] = assign_rewards(groups, task, policy)
+        result[f"eval/{name}/mean"] = float(np.mean([s.reward for g in groups for s in g.samples]))
     return result | {"perf/eval_time": time.perf_counter() - begin}
 
 

@@ -64,6 +64,11 @@ class RunFolder:
         rows = [json.dumps(sample_row(g.prompt.text, s)) for g in groups for s in g.samples]
         self.write_text(f"samples/step_{step:06d}.jsonl", "\n".join(rows) + "\n")
 
+    def write_failure(self, error: BaseException, after_step: int) -> None:
+        """failure.json: why the run ended early. The report's verdict reads it."""
+        value = {"type": type(error).__name__, "message": str(error), "after_step": after_step}
+        self.write_json("failure.json", value)
+
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step:06d}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,3 +125,16 @@ def _check_unicode(row: Row, key: str, text: str) -> None:
 
 def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
+
+
+def deduplicate(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first of each text, in file order. Raises DataError when the same text has two labels."""
+    first: dict[str, Prompt] = {}
+    for p in prompts:
+        kept = first.setdefault(p.text, p)
+        if kept.label != p.label:
+            raise DataError(
+                f"data.dedupe: prompts {kept.id!r} and {p.id!r} have the same text but labels {kept.label!r} and "
+                f"{p.label!r}; correct the data"
+            )
+    return list(first.values())

@@ -81,6 +81,8 @@ def _within(timeout_s: float, name: str, function: Callable[[Sample], float], sa
             f"reward {name!r} took longer than {timeout_s:g} s for sample {sample.name} (reward.timeout_s)"
         )
     done, value = box[0]
-    if not done:
+    if done:
+        return value
+    if isinstance(value, Exception):
         raise value
-    return value
+    raise UsageError(f"reward {name!r} ended with {type(value).__name__}: {value} for sample {sample.name}") from value

@@ -26,7 +26,9 @@ class DataTask:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
+        """stop_token_ids: the run's; empty: the model's own."""
         if not train:
             raise DataError("the training data set holds no prompts")
         self._train = list(train)
@@ -35,6 +37,7 @@ class DataTask:
         self._reward = reward
         self._seed = seed
         self._shuffle = shuffle
+        self._stop_token_ids = tuple(stop_token_ids)
 
     def train_prompts(self, step: int, count: int) -> list[Prompt]:
         """Prompts number step·count to step·count + count - 1 of an endless sequence of epochs.
@@ -57,7 +60,10 @@ class DataTask:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response without its stop token; other special tokens stay visible."""
-        return self._tokenizer.decode_response(token_ids)
+        return self._tokenizer.decode_response(token_ids, self._stop_token_ids)
+
+    def all_train_prompts(self) -> list[Prompt]:
+        return self._train
 
     def reward(self, prompt: Prompt, sample: Sample) -> float:
         return self._reward(prompt, sample)

@@ -31,10 +31,10 @@ class Tokenizer:
         """
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
-    def decode_response(self, token_ids: Sequence[int]) -> str:
+    def decode_response(self, token_ids: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
         """As `decode`, without the stop token at the end if there is one. Special tokens elsewhere stay visible, so a
         reward function sees what the model really wrote."""
-        if token_ids and token_ids[-1] in self.eos_ids:
+        if token_ids and token_ids[-1] in (stop_token_ids or self.eos_ids):
             token_ids = token_ids[:-1]
         return self.decode(token_ids)
 

@@ -78,6 +78,8 @@ class Trainer:
             observe("rescore", self.version, samples, self.score(samples))
         sums: dict[str, float] = {}
         norms = []
+        if len(samples) < self.minibatches:
+            raise UsageError(f"{len(samples)} samples are left for train.minibatches = {self.minibatches}")
         for part in np.array_split(np.arange(len(samples)), self.minibatches):
             self._accumulate(part.tolist(), samples, old, observe, sums)
             norms.append(clip_gradients(self.parameters, self.grad_clip))

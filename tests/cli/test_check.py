@@ -55,6 +55,8 @@ def test_passing_ladder_prints_a_row_per_rung(run, ladder):
             "device": "cpu",
             "true_on_policy": True,
             "seed": 0,
+            "k_leaves": 1,
+            "residual_dtype": "bfloat16",
             "rungs": None,
         }
     ]
@@ -82,6 +84,8 @@ def test_options_reach_the_check(run, ladder):
         "device": "cuda",
         "true_on_policy": False,
         "seed": 7,
+        "k_leaves": 1,
+        "residual_dtype": "bfloat16",
         "rungs": ["a", "b"],
     }
 

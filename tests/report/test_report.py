@@ -29,7 +29,7 @@ def metrics(step: int, **changes: Any) -> dict[str, Any]:
         "train/logprob_abs_diff_max": 0.0,
         MISMATCH: 0,
         COMPARED: 1000 + step,
-        "train/logprob_uncompared_tokens": 10,
+        "train/logprob_uncompared_tokens": 0,
         "train/weight_digest": f"{step:032x}",
         "train/compute_digest": f"{step + 1:032x}",
         "train/loss": -0.01 * step,
@@ -122,7 +122,7 @@ def test_complete_run(tmp_path: Path) -> None:
     assert f"0 of {total:,} compared tokens differ" in text
     assert 'class="verdict good"' in text
     assert "Steps 1 to 40." in text
-    assert "400 sampled tokens were not compared" in text
+    assert "0 sampled tokens were not compared" in text
     assert "0.1 → 0.9" in text
     assert "0.0625" in text  # mean reward of steps 1 to 4
     assert "2 min 10 s" in text
@@ -311,3 +311,22 @@ def test_numbers_as_text() -> None:
     ]
     assert [duration(v) for v in (12.34, 245, 7620)] == ["12.3 s", "4 min 05 s", "2 h 07 min"]
     assert clean("a<b>\x00\n\x7f") == "a&lt;b&gt;␀\n␡"
+
+
+def test_uncompared_tokens_are_in_the_headline(tmp_path: Path) -> None:
+    rows = [metrics(step) | {"train/logprob_uncompared_tokens": 48} for step in (1, 2)]
+    text = page(make_run(tmp_path / "run", rows))
+    assert 'class="verdict warn"' in text
+    assert "compared tokens differ; 96 sampled tokens were not compared" in text
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_that_parity_stopped_says_so(tmp_path: Path, steps: int) -> None:
+    """The step that failed has no metrics row, so the rows alone look perfect."""
+    run = make_run(tmp_path / "run", [metrics(step) for step in range(1, steps + 1)])
+    failure = {"type": "ParityError", "message": "rollout and train logprob differ", "after_step": steps}
+    (run / "failure.json").write_text(json.dumps(failure))
+    text = page(run)
+    assert 'class="verdict bad"' in text
+    assert f"STOPPED by the parity check after step {steps}" in text
+    assert "rollout and train logprob differ" in text

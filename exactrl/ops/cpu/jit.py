@@ -48,6 +48,8 @@ def cache_dir() -> Path:
     folder = Path(root) / "exactrl" / f"kernels-{sources_digest()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(folder)
     except OSError:  # a read-only home: kernels are then compiled anew in each process
         folder = Path(tempfile.mkdtemp(prefix="exactrl-kernels-"))
     return folder
