@@ -15,7 +15,7 @@ from exactrl.config import Config, to_toml
 from exactrl.config.algorithms import aggregation_of
 from exactrl.contract import CONTRACTS, Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
-from exactrl.errors import ConfigError, EnvironmentProblem, ModelError
+from exactrl.errors import ConfigError, EnvironmentProblem, Interrupted, ModelError
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model, save_model
 from exactrl.model.qwen3 import Qwen3
@@ -199,7 +199,9 @@ def train(config: Config, events: Events | None = None) -> dict[str, Any]:
         loop.run(settings, engine, trainer, task, algorithm, oracle, sync, on_step, events.on_progress)
     except BaseException as error:
         out.write_failure(error, after_step=summary["steps"])
-        write_report(out.path)  # a run that parity stopped says so on its page
+        page = write_report(out.path)  # a run that parity stopped says so on its page
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(f"interrupted after step {summary['steps']} of {config.run.steps}; see {page}") from error
         raise
     finally:
         torch.set_num_threads(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -69,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except USAGE_ERROR as error:
         return _fail(_usage_message(error), 2)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT):
+            return _fail(str(error), 4)
+        return _unexpected(error, settings)
     except Exception as error:  # noqa: BLE001 - the one place where an unexpected error meets the user
         return _unexpected(error, settings)
 

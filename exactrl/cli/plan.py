@@ -17,6 +17,9 @@ def plan(
     ctx: typer.Context,
     recipe: Recipe,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    true_on_policy: Annotated[
+        bool | None, typer.Option("--true-on-policy/--no-true-on-policy", help="The one switch (on by default).")
+    ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_color: NoColor = False,
@@ -24,7 +27,8 @@ def plan(
     """Print what a recipe leads to: contract, kernels, flags, checks. Runs nothing."""
     from exactrl.config import load_recipe
 
-    derived = late_import("exactrl.launch").plan(load_recipe(recipe, overrides(ctx)))
+    switch = [] if true_on_policy is None else [("contract.true_on_policy", str(true_on_policy).lower())]
+    derived = late_import("exactrl.launch").plan(load_recipe(recipe, [*switch, *overrides(ctx)]))
     if as_json:
         typer.echo(json.dumps(derived, indent=2, ensure_ascii=False))
         return

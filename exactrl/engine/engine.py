@@ -15,7 +15,7 @@ from exactrl.engine.allocator import BlockAllocator, FreeOrder
 from exactrl.engine.batch import Batch
 from exactrl.engine.scheduler import Scheduler
 from exactrl.engine.sequence import Sequence as Generation
-from exactrl.errors import ModelError, NonFiniteError, RequestError
+from exactrl.errors import EnvironmentProblem, ModelError, NonFiniteError, RequestError
 from exactrl.model.attention_state import PagedState
 from exactrl.model.qwen3 import Probe, Qwen3
 from exactrl.model.weights import compute_digest, load_weights
@@ -54,6 +54,7 @@ class Engine:
         self.model, self.weight_version = model, 0
         limit = max_model_tokens or model.config.max_positions
         num_blocks = -(-kv_tokens // PAGE) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit)
+        _require_memory(num_blocks * _block_bytes(model), kv_tokens)
         self.allocator = BlockAllocator(
             num_blocks,
             PAGE,
@@ -165,11 +166,25 @@ class Engine:
         )  # fmt: skip
 
 
-def _blocks_that_fit(model: Qwen3, wanted_tokens: int) -> int:
+def _require_memory(size: int, kv_tokens: int) -> None:
+    """Raises EnvironmentProblem for a cache larger than the machine's memory, before any of it is set up."""
+    if size > (limit := 2 * _free_memory()):
+        raise EnvironmentProblem(
+            f"a KV cache of {kv_tokens} tokens takes {size / 2**30:,.1f} GiB, this machine has about "
+            f"{limit / 2**30:,.0f} GiB; lower rollout.kv_tokens (--kv-tokens), or 0 for what fits"
+        )
+
+
+def _block_bytes(model: Qwen3) -> int:
+    """Memory of one block of the KV cache over all layers."""
     c = model.config
     dim = c.head_dim + -(-c.head_dim // 16) * 16
-    per_block = PAGE * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
-    return max(1, min(-(-wanted_tokens // PAGE), int(_free_memory() * KV_SHARE_OF_MEMORY) // per_block))
+    return PAGE * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
+
+
+def _blocks_that_fit(model: Qwen3, wanted_tokens: int) -> int:
+    fitting = int(_free_memory() * KV_SHARE_OF_MEMORY) // _block_bytes(model)
+    return max(1, min(-(-wanted_tokens // PAGE), fitting))
 
 
 def _free_memory() -> int:

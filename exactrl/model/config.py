@@ -47,13 +47,13 @@ def find_model(name: str | Path) -> Path:
     """Folder of a model: a path, `bundled:NAME`, or the bare name of a bundled model. Raises ModelError."""
     text = str(name)
     bundled = ASSETS / text.removeprefix("bundled:")
-    if text.startswith("bundled:") or not Path(text).exists():
+    if text.startswith("bundled:") or not (Path(text) / "config.json").is_file():
         if "/" not in text and (bundled / "config.json").is_file():
             return bundled
+        if Path(text).exists():
+            raise ModelError(f"model {text!r}: not a model folder, it has no config.json")
         known = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
         raise ModelError(f"model {text!r}: no such folder, and no bundled model of that name ({', '.join(known)})")
-    if not (Path(text) / "config.json").is_file():
-        raise ModelError(f"model {text!r}: not a model folder, it has no config.json")
     return Path(text)
 
 

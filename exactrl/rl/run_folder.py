@@ -22,11 +22,14 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if (path / "metrics.jsonl").exists() or (path / "config.toml").exists():
+        metrics = path / "metrics.jsonl"
+        # A run that ended before its first step holds nothing worth keeping; its folder can be used again.
+        if (metrics.is_file() and metrics.stat().st_size) or (path / "checkpoints").exists():
             raise UsageError(f"{path} already holds a run; choose another --out, or move it away (nothing was changed)")
         try:
             (path / "samples").mkdir(parents=True, exist_ok=True)
-            self._metrics = (path / "metrics.jsonl").open("x", encoding="utf-8")
+            self._metrics = metrics.open("w", encoding="utf-8")
+            (path / "failure.json").unlink(missing_ok=True)
         except OSError as error:
             raise EnvironmentProblem(f"{path}: cannot be used as a run folder: {error}") from error
 

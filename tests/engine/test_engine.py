@@ -353,3 +353,11 @@ def test_statistics_add_up():
 def test_a_one_ulp_fault_is_visible(dtype, expected):
     engine = make_engine(dtype, see=one_ulp("layers.1.swiglu"), max_concurrent=1, prefix_cache=False)
     assert trajectories(engine.generate(workload())) != expected
+
+
+def test_a_cache_larger_than_memory_is_refused_at_once():
+    from exactrl.errors import EnvironmentProblem
+    from exactrl.launch import Engine
+
+    with pytest.raises(EnvironmentProblem, match="GiB"):
+        Engine("tiny", kv_tokens=10**14)

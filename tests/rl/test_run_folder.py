@@ -16,8 +16,9 @@ def files(path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step_000010/config.json"])
 def test_a_folder_with_a_run_is_refused_untouched(tmp_path, name):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("kept")
     (tmp_path / "note.txt").write_text("kept too")
     before = files(tmp_path)
@@ -25,6 +26,16 @@ def test_a_folder_with_a_run_is_refused_untouched(tmp_path, name):
         RunFolder(tmp_path)
     assert files(tmp_path) == before
     assert not (tmp_path / "samples").exists()
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(tmp_path):
+    RunFolder(tmp_path / "run").write_failure(ValueError("no"), after_step=0)
+    again = RunFolder(tmp_path / "run")
+    again.append_metrics({"step": 1})
+    again.close()
+    assert not (tmp_path / "run" / "failure.json").exists()
+    with pytest.raises(UsageError, match="already holds a run"):
+        RunFolder(tmp_path / "run")
 
 
 def test_a_file_in_the_way_is_an_environment_problem(tmp_path):

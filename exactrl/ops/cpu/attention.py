@@ -218,6 +218,7 @@ def attention_parallel(
 ):
     for t in numba.prange(threads):
         attention_range(
-            t, jobs, threads, q, k_pages, v_pages, tiles, tables, max_pages, out, lse, heads, kv_heads, d, dv, scale,
+            np.int64(t), jobs, threads,
+            q, k_pages, v_pages, tiles, tables, max_pages, out, lse, heads, kv_heads, d, dv, scale,
             kv_split,
         )  # fmt: skip

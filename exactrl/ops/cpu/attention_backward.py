@@ -147,5 +147,23 @@ def attention_backward_parallel(
 ):
     for t in numba.prange(threads):
         attention_backward_range(
-            t, jobs, threads, q, k, v, out, lse, d_out, starts, dq, dk, dv_out, heads, kv_heads, d, dv, scale2, scale
+            np.int64(t),
+            jobs,
+            threads,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            d_out,
+            starts,
+            dq,
+            dk,
+            dv_out,
+            heads,
+            kv_heads,
+            d,
+            dv,
+            scale2,
+            scale,
         )

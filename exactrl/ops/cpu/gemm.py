@@ -135,7 +135,7 @@ def gemm_range(first, stop, stride, a, rs, cs, b, c, m, k, n, leaves, group, acc
 @parallel_kernel
 def gemm_parallel(threads, jobs, a, rs, cs, b, c, m, k, n, leaves, group, accumulate):
     for t in numba.prange(threads):
-        gemm_range(t, jobs, threads, a, rs, cs, b, c, m, k, n, leaves, group, accumulate)
+        gemm_range(np.int64(t), jobs, threads, a, rs, cs, b, c, m, k, n, leaves, group, accumulate)
 
 
 def gemm(

@@ -1,7 +1,8 @@
 """How the CPU kernels are compiled, cached and run on threads.
 
 A kernel is a "range kernel": `kernel(first, stop, stride, ...)` does the jobs first, first + stride, … below stop, and
-jobs are independent, so the split over threads changes no bit. Beside it stands a `parallel=True` wrapper.
+jobs are independent, so the split over threads changes no bit. Beside it stands a `parallel=True` wrapper; it casts its
+loop index to int64, so that it calls the very code that runs on one thread (prange counts in uint64).
 
 numba notices a changed source file only for the file that a function stands in. Kernels here are built from shared
 pieces, so the cache folder carries a digest of all sources of this folder: a stale kernel can never be loaded.

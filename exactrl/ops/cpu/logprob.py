@@ -91,7 +91,7 @@ def logprob_range(first, stop, stride, logits, targets, temperatures, logprobs, 
 @parallel_kernel
 def logprob_parallel(threads, jobs, logits, targets, temperatures, logprobs, lse, entropy, n, block):
     for t in numba.prange(threads):
-        logprob_range(t, jobs, threads, logits, targets, temperatures, logprobs, lse, entropy, n, block)
+        logprob_range(np.int64(t), jobs, threads, logits, targets, temperatures, logprobs, lse, entropy, n, block)
 
 
 @kernel
@@ -121,7 +121,7 @@ def logprob_backward_parallel(
 ):
     for t in numba.prange(threads):
         logprob_backward_range(
-            t, jobs, threads, logits, targets, temperatures, lse, entropy, d_logprob, d_entropy, d_logits, n
+            np.int64(t), jobs, threads, logits, targets, temperatures, lse, entropy, d_logprob, d_entropy, d_logits, n
         )
 
 
@@ -192,7 +192,7 @@ def sample_range(first, stop, stride, logits, temperatures, keys, positions, tok
 @parallel_kernel
 def sample_parallel(threads, jobs, logits, temperatures, keys, positions, tokens, logprobs, n, block):
     for t in numba.prange(threads):
-        sample_range(t, jobs, threads, logits, temperatures, keys, positions, tokens, logprobs, n, block)
+        sample_range(np.int64(t), jobs, threads, logits, temperatures, keys, positions, tokens, logprobs, n, block)
 
 
 @kernel
@@ -218,4 +218,4 @@ def noise_range(first, stop, stride, keys, positions, out, n):
 @parallel_kernel
 def noise_parallel(threads, jobs, keys, positions, out, n):
     for t in numba.prange(threads):
-        noise_range(t, jobs, threads, keys, positions, out, n)
+        noise_range(np.int64(t), jobs, threads, keys, positions, out, n)

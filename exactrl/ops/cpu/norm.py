@@ -69,7 +69,7 @@ def rms_norm_range(first, stop, stride, x, w, y, n, eps):
 @parallel_kernel
 def rms_norm_parallel(threads, jobs, x, w, y, n, eps):
     for t in numba.prange(threads):
-        rms_norm_range(t, jobs, threads, x, w, y, n, eps)
+        rms_norm_range(np.int64(t), jobs, threads, x, w, y, n, eps)
 
 
 @kernel
@@ -89,7 +89,7 @@ def add_rms_norm_range(first, stop, stride, h, x, w, h_out, y, n, eps):
 @parallel_kernel
 def add_rms_norm_parallel(threads, jobs, h, x, w, h_out, y, n, eps):
     for t in numba.prange(threads):
-        add_rms_norm_range(t, jobs, threads, h, x, w, h_out, y, n, eps)
+        add_rms_norm_range(np.int64(t), jobs, threads, h, x, w, h_out, y, n, eps)
 
 
 @inline
@@ -127,7 +127,7 @@ def rms_norm_backward_range(first, stop, stride, x, w, dy, extra, has_extra, dx,
 @parallel_kernel
 def rms_norm_backward_parallel(threads, jobs, x, w, dy, extra, has_extra, dx, dw, rows, n, eps):
     for t in numba.prange(threads):
-        rms_norm_backward_range(t, jobs, threads, x, w, dy, extra, has_extra, dx, dw, rows, n, eps)
+        rms_norm_backward_range(np.int64(t), jobs, threads, x, w, dy, extra, has_extra, dx, dw, rows, n, eps)
 
 
 @inline
@@ -164,7 +164,7 @@ def qkv_range(first, stop, stride, qkv, wq, wk, cos, sin, positions, q, k, v, he
 @parallel_kernel
 def qkv_parallel(threads, jobs, qkv, wq, wk, cos, sin, positions, q, k, v, heads, kv_heads, d, eps):
     for t in numba.prange(threads):
-        qkv_range(t, jobs, threads, qkv, wq, wk, cos, sin, positions, q, k, v, heads, kv_heads, d, eps)
+        qkv_range(np.int64(t), jobs, threads, qkv, wq, wk, cos, sin, positions, q, k, v, heads, kv_heads, d, eps)
 
 
 @kernel
@@ -197,6 +197,7 @@ def qkv_backward_parallel(
 ):
     for t in numba.prange(threads):
         qkv_backward_range(
-            t, jobs, threads, qkv, wq, wk, cos, sin, positions, dq, dk, dv, dqkv, dwq, dwk, tokens, heads, kv_heads, d,
+            np.int64(t), jobs, threads,
+            qkv, wq, wk, cos, sin, positions, dq, dk, dv, dqkv, dwq, dwk, tokens, heads, kv_heads, d,
             eps,
         )  # fmt: skip

@@ -47,7 +47,7 @@ def swiglu_range(first, stop, stride, gate_up, y, n):
 @parallel_kernel
 def swiglu_parallel(threads, jobs, gate_up, y, n):
     for t in numba.prange(threads):
-        swiglu_range(t, jobs, threads, gate_up, y, n)
+        swiglu_range(np.int64(t), jobs, threads, gate_up, y, n)
 
 
 @inline
@@ -72,4 +72,4 @@ def swiglu_backward_range(first, stop, stride, gate_up, dy, d_gate_up, n):
 @parallel_kernel
 def swiglu_backward_parallel(threads, jobs, gate_up, dy, d_gate_up, n):
     for t in numba.prange(threads):
-        swiglu_backward_range(t, jobs, threads, gate_up, dy, d_gate_up, n)
+        swiglu_backward_range(np.int64(t), jobs, threads, gate_up, dy, d_gate_up, n)
