@@ -1,1 +1,1 @@
-"""Rollout: sequences, block allocator, scheduler (no torch in these three), batch, runner, sampler, engine."""
+"""Rollout: sequences, block allocator, scheduler (no torch in these three), batch, engine."""
