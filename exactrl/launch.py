@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +16,10 @@ from exactrl.config import Config, to_toml
 from exactrl.config.algorithms import aggregation_of
 from exactrl.contract import CONTRACTS, Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
-from exactrl.errors import ConfigError, EnvironmentProblem, Interrupted, ModelError
+from exactrl.errors import ConfigError, EnvironmentProblem, ExactRLError, Interrupted, ModelError
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model, save_model
-from exactrl.model.qwen3 import Qwen3
+from exactrl.model.qwen3 import Qwen3, require_leaves_divide
 from exactrl.ops import Ops
 from exactrl.ops.cpu.jit import require_denormals
 from exactrl.parity import check as ladder
@@ -198,10 +199,13 @@ def train(config: Config, events: Events | None = None) -> dict[str, Any]:
         algorithm = get_algorithm(config.train.algorithm)
         loop.run(settings, engine, trainer, task, algorithm, oracle, sync, on_step, events.on_progress)
     except BaseException as error:
-        out.write_failure(error, after_step=summary["steps"])
-        page = write_report(out.path)  # a run that parity stopped says so on its page
+        with suppress(ExactRLError):  # a full disk must not hide why the run ended
+            out.write_failure(error, after_step=summary["steps"])
+            write_report(out.path)  # a run that parity stopped says so on its page
         if isinstance(error, KeyboardInterrupt):
-            raise Interrupted(f"interrupted after step {summary['steps']} of {config.run.steps}; see {page}") from error
+            raise Interrupted(
+                f"interrupted after step {summary['steps']} of {config.run.steps}; see {out.path}"
+            ) from error
         raise
     finally:
         torch.set_num_threads(threads)
@@ -216,9 +220,7 @@ def plan(config: Config) -> dict[str, Any]:
     contract, exact = contract_of(config), config.contract.true_on_policy
     model = read_config(find_model(config.model.path))
     ops = ("embedding", "linear", "rms_norm", "qkv (QK-norm, RoPE)", "attention", "swiglu", "head, logprob, sampling")
-    for what, k in (("o_proj", model.num_heads * model.head_dim), ("down_proj", model.intermediate_size)):
-        if k % contract.k_leaves:
-            raise ConfigError(f"contract.k_leaves {contract.k_leaves} does not divide the {k} inputs of {what}")
+    require_leaves_divide(model, contract.k_leaves)
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     return {
         "true_on_policy": exact,

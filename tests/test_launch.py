@@ -15,7 +15,16 @@ import exactrl
 from exactrl import launch
 from exactrl.config import load_recipe
 from exactrl.contract import noise_key
-from exactrl.errors import ConfigError, DataError, ModelError, NonFiniteError, ParityError, RequestError, UsageError
+from exactrl.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentProblem,
+    ModelError,
+    NonFiniteError,
+    ParityError,
+    RequestError,
+    UsageError,
+)
 from exactrl.model.config import find_model
 from exactrl.model.folder import load_model
 from exactrl.model.weights import master_digest
@@ -444,6 +453,16 @@ def test_a_parity_failure_is_written_down_and_reported(tmp_path, monkeypatch):
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert failure["type"] == "ParityError"
     assert "STOPPED by the parity check" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_disk_that_refuses_failure_json_does_not_hide_the_failure(tmp_path, monkeypatch):
+    def full(self, error, after_step):
+        raise EnvironmentProblem("no space left")
+
+    monkeypatch.setattr(launch.RunFolder, "write_failure", full)
+    monkeypatch.setattr(launch, "build_trainer", lambda c, f, make=launch.build_trainer: faulty(make(c, f)))
+    with pytest.raises(ParityError):
+        launch.train(micro(tmp_path / "run"))
 
 
 def faulty(trainer):

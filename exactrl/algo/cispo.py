@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from exactrl.algo.losses import metric_sums, require_finite, weighted_sum
+from exactrl.algo.losses import counted_only, metric_sums, require_finite, weighted_sum
 
 
 def cispo_loss(
@@ -22,10 +22,7 @@ def cispo_loss(
     bounded, not zero. Raises NonFiniteError for a NaN or infinite logprob or advantage; a ratio that overflows is
     clipped like any other. Tokens of weight 0 count nowhere.
     """
-    counted = token_weights != 0
-    logprobs, old_logprobs, advantages = (
-        torch.where(counted, values, 0.0) for values in (logprobs, old_logprobs, advantages)
-    )
+    counted, (logprobs, old_logprobs, advantages) = counted_only(token_weights, logprobs, old_logprobs, advantages)
     log_ratio = logprobs.detach() - old_logprobs
     ratio = log_ratio.exp()
     loss = -(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from exactrl.algo.losses import policy_loss, require_finite
+from exactrl.algo.losses import counted_only, policy_loss, require_finite
 
 
 def gspo_loss(
@@ -27,10 +27,7 @@ def gspo_loss(
     Metrics and errors as policy_loss: a clipped response counts with all its tokens, "log_ratio_abs" is of log s.
     Tokens of weight 0 are left out of the mean; a response without any token has no ratio and adds nothing.
     """
-    counted = token_weights != 0
-    logprobs, old_logprobs, advantages = (
-        torch.where(counted, values, 0.0) for values in (logprobs, old_logprobs, advantages)
-    )
+    counted, (logprobs, old_logprobs, advantages) = counted_only(token_weights, logprobs, old_logprobs, advantages)
     require_finite(logprobs, old_logprobs, advantages, advantages)  # names the token, which the mean would hide
     sums = torch.zeros(num_sequences, dtype=torch.float64)
     lengths = sums.index_add(0, sequence_ids, counted.double()).clamp(min=1)

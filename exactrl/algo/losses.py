@@ -52,6 +52,12 @@ def _check_aggregation(aggregation: str, max_new_tokens: int) -> None:
         raise ConfigError(f"constant-length needs rollout.max_new_tokens of at least 1, not {max_new_tokens}")
 
 
+def counted_only(weights: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(which tokens have a weight, bool [N]; the values with 0 where a token has none, whatever was there, NaN too)."""
+    counted = weights != 0
+    return counted, [torch.where(counted, x, 0.0) for x in values]
+
+
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """sum_i weights_i * values_i, a float64 scalar; with `token_weights`, this micro-batch's part of the mean.
 
@@ -133,10 +139,7 @@ def policy_loss(
     Tokens of weight 0 count nowhere and may hold anything, NaN too. Raises what ppo_clip_loss raises for the others.
     """
     assert token_weights.shape == logprobs.shape, (token_weights.shape, logprobs.shape)
-    counted = token_weights != 0
-    logprobs, old_logprobs, advantages = (
-        torch.where(counted, values, 0.0) for values in (logprobs, old_logprobs, advantages)
-    )
+    counted, (logprobs, old_logprobs, advantages) = counted_only(token_weights, logprobs, old_logprobs, advantages)
     loss, tokens = ppo_clip_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip)
     low, high, dual = (tokens[f"clipped_{side}"] for side in ("low", "high", "dual"))
     sums = metric_sums(counted, tokens["ratio"], logprobs.detach() - old_logprobs, low, high | dual)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,26 +22,15 @@ from exactrl.cli.options import (
 )
 from exactrl.errors import ParityError
 
+if TYPE_CHECKING:
+    from exactrl.parity.check import RungResult
+
 EXAMPLE = "Example: exactrl check tiny --dtype float32 --json"
 
 
 class Device(StrEnum):
     cpu = "cpu"
     cuda = "cuda"
-
-
-class RungResult(Protocol):
-    """What a rung found; `compared` and `mismatched` count values, `seconds` is wall time."""
-
-    name: str
-    dtype: str
-    status: str
-    compared: int
-    mismatched: int
-    detail: str
-    seconds: float
-
-    def as_dict(self) -> dict[str, Any]: ...
 
 
 def check(

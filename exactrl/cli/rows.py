@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from exactrl.errors import DataError, EnvironmentProblem, NonFiniteError, UsageError
+from exactrl.rl.run_folder import logprob_bits
 from exactrl.tasks.files import Row, read_rows
 
 PromptRow = tuple[str, str | list[int]]
@@ -108,7 +109,7 @@ def row_line(row: dict[str, Any]) -> str:
             "token_ids": [int(token) for token in row["token_ids"]],
             "text": row["text"],
             "logprobs": [float(value) for value in logprobs],
-            "logprob_bits": [f"{bits:08x}" for bits in logprobs.view(np.uint32)],
+            "logprob_bits": logprob_bits(logprobs),
             "finish_reason": row["finish_reason"],
         },
         ensure_ascii=False,

@@ -26,6 +26,13 @@ def _unchanged(name: str, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def require_leaves_divide(config: ModelConfig, leaves: int) -> None:
+    """Raises ConfigError unless `leaves` divides the inputs of the row-parallel linears, o_proj and down_proj."""
+    for name, k in (("o_proj", config.num_heads * config.head_dim), ("down_proj", config.intermediate_size)):
+        if k % leaves:
+            raise ConfigError(f"contract.k_leaves {leaves} does not divide the {k} inputs of {name}")
+
+
 class Layer(nn.Module):
     def __init__(self, c: ModelConfig, matrix: Callable[..., Weight], vector: Callable[..., Weight]) -> None:
         super().__init__()
@@ -50,9 +57,7 @@ class Qwen3(nn.Module):
         self.config, self.ops, self.dtype = config, ops, dtype
         self.shape = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self.leaves = ops.contract.k_leaves
-        for name, k in (("o_proj", config.num_heads * config.head_dim), ("down_proj", config.intermediate_size)):
-            if k % self.leaves:
-                raise ConfigError(f"contract.k_leaves {self.leaves} does not divide the {k} inputs of {name}")
+        require_leaves_divide(config, self.leaves)
         wide = dtype == torch.float32 or ops.contract.residual_dtype == "float32"
         self.residual_dtype = torch.float32 if wide else torch.bfloat16
 

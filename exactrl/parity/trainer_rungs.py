@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from exactrl.engine.engine import Engine
 from exactrl.parity.compare import Tally
 from exactrl.parity.oracle import Oracle
 from exactrl.parity.subject import Subject, to_sample
-from exactrl.train.trainer import Trainer
 from exactrl.types import Sample
+
+if TYPE_CHECKING:  # concrete classes arrive through the subject
+    from exactrl.engine.engine import Engine
+    from exactrl.train.trainer import Trainer
 
 
 def microbatch_split(subject: Subject, tally: Tally) -> None:
