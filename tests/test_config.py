@@ -142,8 +142,10 @@ def test_override_is_parsed_by_the_type_of_its_field(name, text, value):
         ("train.tensor_parallel", 2, "not built yet"),
         ("train.context_parallel", 2, "not built yet"),
         ("train.pipeline_parallel", 2, "not built yet"),
-        ("train.kl_coef", 0.1, "reference policy"),
-        ("train.dynamic_sampling", True, "not built yet"),
+        ("train.kl_coef", -0.1, "at least 0"),
+        ("train.kl_estimator", "k4", '"k3"'),
+        ("train.kl_in", "advantage", '"reward"'),
+        ("train.max_sampling_rounds", 1, "at least 2"),
         ("train.activation_checkpointing", "full", "not built yet"),
         ("data.apply_chat_template", True, "not built yet"),
         ("run.trackers", ["wandb"], "metrics.jsonl"),
@@ -231,6 +233,8 @@ def test_every_algorithm_parses_by_its_name_alone(name):
         ({"overlong_cache": 9}, "longer than the longest response (rollout.max_new_tokens 8)"),
         ({"warmup_steps": 3}, "leaves none of the 3 steps"),
         ({"min_lr_ratio": 0.1}, 'has no meaning with train.lr_schedule = "constant"'),
+        ({"algorithm": "reinforce_pp", "dynamic_sampling": True}, "has a learning signal"),
+        ({"reference": "elsewhere"}, "only read with a KL penalty"),
     ],
 )
 def test_algorithm_settings_that_make_no_sense_together(train, reason):
@@ -245,7 +249,9 @@ def test_algorithm_settings_that_make_no_sense_together(train, reason):
         {"algorithm": "dr_grpo", "loss_aggregation": "token-mean"},
         {"algorithm": "grpo", "loss_aggregation": "constant-length", "dual_clip": 3.0},
         {"algorithm": "reinforce_pp", "dual_clip": 1.5, "entropy_coef": 0.01},
-        {"algorithm": "dapo", "overlong_cache": 8},
+        {"algorithm": "dapo", "overlong_cache": 8, "overlong_filter": True, "dynamic_sampling": True},
+        {"algorithm": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+        {"kl_coef": 0.1, "reference": "elsewhere"},
         {"warmup_steps": 2, "lr_schedule": "cosine", "min_lr_ratio": 0.1},
     ],
 )
