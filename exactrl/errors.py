@@ -6,6 +6,7 @@
         DataError                   2   a data file; names file, row and key
         ModelError                  2   a model folder: config, tensors, tokenizer
         RequestError                2   a generation request that can never be served
+        CheckpointError             2   a checkpoint that is incomplete, changed, or of another run
       ParityError                   3   two sides that must agree bit for bit do not
       NonFiniteError                3   a logprob, loss or gradient is NaN or infinite
       EnvironmentProblem            4   missing device, package, memory, or an unusable folder
@@ -40,6 +41,10 @@ class ModelError(UsageError):
 
 
 class RequestError(UsageError):
+    pass
+
+
+class CheckpointError(UsageError):
     pass
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from exactrl.config import Config, to_toml
 from exactrl.config.algorithms import aggregation_of
 from exactrl.contract import CONTRACTS, Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
-from exactrl.errors import ConfigError, EnvironmentProblem, ExactRLError, Interrupted, ModelError
+from exactrl.errors import ConfigError, EnvironmentProblem, ExactRLError, Interrupted, ModelError, UsageError
 from exactrl.model.config import find_model, read_config
-from exactrl.model.folder import load_model, save_model
+from exactrl.model.folder import load_model
 from exactrl.model.qwen3 import Qwen3, require_leaves_divide
+from exactrl.model.weights import compute_digest
 from exactrl.ops import Ops
 from exactrl.ops.cpu.jit import require_denormals
 from exactrl.parity import check as ladder
@@ -29,13 +30,17 @@ from exactrl.report import write_report
 from exactrl.rl import loop
 from exactrl.rl.collect import Collecting
 from exactrl.rl.environment import environment
+from exactrl.rl.interrupt import StopRequest
+from exactrl.rl.resume import Checkpoint, newest_complete, read_rows, require_same_run
 from exactrl.rl.run_folder import RunFolder
 from exactrl.rl.shaping import Shaping
 from exactrl.sync.memory import sync
 from exactrl.tasks.data import deduplicate, load_prompts
+from exactrl.tasks.files import resolve_path, split_slice
 from exactrl.tasks.rewards import resolve_reward
 from exactrl.tasks.task import DataTask
 from exactrl.tasks.tokenizer import Tokenizer, eos_ids, load_tokenizer
+from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state, save_checkpoint
 from exactrl.train.schedule import learning_rate
 from exactrl.train.trainer import Trainer
 from exactrl.types import Completion, Request, SamplingParams
@@ -54,6 +59,7 @@ class Events(Protocol):
     def on_progress(self, phase: str, done: int, total: int) -> None: ...
     def on_step(self, metrics: dict[str, Any]) -> None: ...
     def on_end(self, summary: dict[str, Any]) -> None: ...
+    def on_note(self, text: str) -> None: ...
 
 
 class Silent:
@@ -69,6 +75,9 @@ class Silent:
         pass
 
     def on_end(self, summary: dict[str, Any]) -> None:
+        pass
+
+    def on_note(self, text: str) -> None:
         pass
 
 
@@ -180,62 +189,122 @@ def loop_plan(config: Config, stop_token_ids: tuple[int, ...]) -> loop.Plan:
     )  # fmt: skip
 
 
-def train(config: Config, events: Events | None = None) -> dict[str, Any]:
+def train(config: Config, events: Events | None = None, *, resume: bool = False) -> dict[str, Any]:
     """Runs a recipe; returns a summary with `out`, `report` and totals. Raises ExactRLError.
 
-    The run folder is created only when model, data and reward are all in order.
+    The run folder is created only when model, data and reward are all in order. `resume` goes on from the newest
+    complete checkpoint of run.out, bit for bit as if the run had never stopped; without one it starts anew.
     """
     events = events or Silent()
     begin = time.perf_counter()
     require_denormals()
     folder = find_model(config.model.path)
+    path = Path(config.run.out)
+    checkpoint = find_checkpoint(config, path, events.on_note) if resume else None
+    if checkpoint and checkpoint.step == config.run.steps:
+        return _already_complete(config, path, events, begin)
     task, tokenizer, counts = build_task(config, folder)
     engine, trainer = build_engine(config, folder), build_trainer(config, folder)
     stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
     settings = loop_plan(config, stop)
     _require_servable(engine, task, settings)
-    out = RunFolder(Path(config.run.out))
+    identity = run_identity(config, trainer)
+    if checkpoint:
+        checkpoint.require(identity)
+        load_checkpoint(trainer, checkpoint.path, checkpoint.state)
+    start = loop.Start(checkpoint.step, checkpoint.cursor) if checkpoint else loop.FROM_SCRATCH
+    out = RunFolder(path, go_on_after=start.step if resume else None)
+    rows = out.rows
     info = plan(config)
     out.write_text("config.toml", to_toml(config))
     out.write_json("plan.json", info)
-    out.write_json("environment.json", environment() | {"seed": config.rollout.seed, "data": counts})
+    out.write_environment({**environment(), "seed": config.rollout.seed, "data": counts}, start.step)
     oracle = Oracle(strict=config.contract.true_on_policy, bisect_command=check_command(config))
-    events.on_start(info | {"data": counts})
-    summary: dict[str, Any] = {"out": str(out.path), "steps": 0, "compared_tokens": 0, "mismatch_tokens": 0}
+    events.on_start({**info, "data": counts, "resumed_after_step": start.step})
 
     def on_step(result: loop.StepResult) -> None:
         out.append_metrics(result.metrics)
         out.write_samples(result.step, result.groups)
-        summary["steps"] = result.step
-        summary["compared_tokens"] += result.metrics["train/logprob_compared_tokens"]
-        summary["mismatch_tokens"] += result.metrics["train/logprob_mismatch_tokens"]
+        rows.append(result.metrics)
         events.on_step(result.metrics)
         every = config.run.checkpoint_every
-        if result.step == config.run.steps or (every and result.step % every == 0):
-            save_model(trainer.model, out.checkpoint_path(result.step), companions=folder, masters=True)
-            out.prune_checkpoints(config.run.keep_checkpoints)
+        if result.step == config.run.steps or (every and result.step % every == 0) or request.requested:
+            out.sync_metrics()
+            state = {"step": result.step, "cursor": result.cursor, **identity}
+            save_checkpoint(trainer, out.checkpoint_path(result.step), state, folder)
+            for problem in out.prune_checkpoints(config.run.keep_checkpoints):
+                events.on_note(problem)
+        if request.requested and result.step < config.run.steps:
+            raise KeyboardInterrupt
 
     threads = torch.get_num_threads()
     if config.contract.true_on_policy and sum(p.numel() for p in trainer.parameters) < SMALL_MODEL:
         torch.set_num_threads(1)
+    request = StopRequest(events.on_note)
     try:
         algorithm = get_algorithm(config.train.algorithm)
-        loop.run(settings, engine, trainer, task, algorithm, oracle, sync, on_step, events.on_progress)
+        with request:
+            loop.run(settings, engine, trainer, task, algorithm, oracle, sync, on_step, events.on_progress, start)
     except BaseException as error:
         with suppress(ExactRLError):  # a full disk must not hide why the run ended
-            out.write_failure(error, after_step=summary["steps"])
+            out.write_failure(error, after_step=len(rows))
             write_report(out.path)  # a run that parity stopped says so on its page
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(
-                f"interrupted after step {summary['steps']} of {config.run.steps}; see {out.path}"
+                f"interrupted after step {len(rows)} of {config.run.steps}; go on with --resume; see {out.path}"
             ) from error
         raise
     finally:
         torch.set_num_threads(threads)
         out.close()
-    summary |= {"seconds": time.perf_counter() - begin, "report": str(write_report(out.path))}
+    write_report(out.path)
+    summary = summary_of(path, rows, begin)
     events.on_end(summary)
     return summary
+
+
+def find_checkpoint(config: Config, path: Path, note: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint that a run goes on from, None where it starts anew. Raises CheckpointError for another run's
+    folder, UsageError for one that is beyond run.steps already."""
+    if not (path / "config.toml").is_file():
+        return None
+    require_same_run(path, config)
+    found = newest_complete(path, read_state, note)
+    if found is None:
+        note(f"{path} holds no complete checkpoint; the run starts anew")
+    elif found.step > config.run.steps:
+        raise UsageError(f"{path} is at step {found.step} already, beyond run.steps = {config.run.steps}")
+    return found
+
+
+def run_identity(config: Config, trainer: Trainer) -> dict[str, Any]:
+    """What a continued run must share with the one it goes on from, besides its settings."""
+    return {
+        "contract_digest": trainer.model.ops.contract.digest,
+        "data_digest": file_digest(resolve_path(split_slice(config.data.train)[0])),
+        "reference_digest": compute_digest(trainer.reference) if trainer.reference else None,
+    }
+
+
+def _already_complete(config: Config, path: Path, events: Events, begin: float) -> dict[str, Any]:
+    events.on_note(f"{path} is complete: all {config.run.steps} steps are done")
+    if not (path / "report.html").is_file():
+        write_report(path)
+    summary = summary_of(path, read_rows(path), begin)
+    events.on_end(summary)
+    return summary
+
+
+def summary_of(path: Path, rows: Sequence[Mapping[str, Any]], begin: float) -> dict[str, Any]:
+    """What a run came to, earlier parts of a resumed one included; seconds are of this process."""
+    return {
+        "out": str(path),
+        "steps": len(rows),
+        "compared_tokens": sum(row["train/logprob_compared_tokens"] for row in rows),
+        "mismatch_tokens": sum(row["train/logprob_mismatch_tokens"] for row in rows),
+        "seconds": time.perf_counter() - begin,
+        "report": str(path / "report.html"),
+    }
 
 
 def plan(config: Config) -> dict[str, Any]:

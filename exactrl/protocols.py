@@ -33,6 +33,10 @@ class RolloutEngine(Protocol):
         """Replaces all compute weights (Hugging Face names) and returns the compute digest of what kernels now read."""
         ...
 
+    def reset_cache(self) -> None:
+        """Forgets all cached prefixes: requests that follow are scheduled as in a fresh engine."""
+        ...
+
 
 # Called with ("train" | "rescore", weight version, samples, one float32 array of logprobs per sample).
 Observer = Callable[[str, int, "Sequence[Sample]", "Sequence[LogprobArray]"], None]

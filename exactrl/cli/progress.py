@@ -93,16 +93,21 @@ class PlainEvents:
     def on_end(self, summary: Metrics) -> None:
         pass
 
+    def on_note(self, text: str) -> None:
+        if not self.quiet:
+            self._line(f"note: {text}")
+
     def show_step(self, metrics: Metrics) -> None:
         self._line(" ".join(f"{name}={value}" for name, value in step_fields(metrics).items()))
 
     def conclude(self, summary: Metrics) -> None:
         """The final line: where things are, and what the comparison found over the whole run."""
         rescored = f", {self.rescore_mismatches} when scored again" if self.rescore_mismatches else ""
+        compared = summary.get("compared_tokens", self.compared)
+        mismatches = summary.get("mismatch_tokens", self.mismatches)
         self._line(
-            f"done: {summary.get('steps', self.steps)} steps; {self.compared} sampled tokens compared, "
-            f"{self.mismatches} mismatches{rescored}; run folder {summary['out']}; "
-            f"report {summary.get('report') or 'not written'}"
+            f"done: {summary.get('steps', self.steps)} steps; {compared} sampled tokens compared, {mismatches} "
+            f"mismatches{rescored}; run folder {summary['out']}; report {summary.get('report') or 'not written'}"
         )
 
     def _line(self, text: str) -> None:

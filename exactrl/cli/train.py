@@ -44,6 +44,9 @@ def train(
         Mode, typer.Option(help="debug_minimal: 2 steps of 2 prompts x 2 samples, 16 new tokens, no evaluation.")
     ] = Mode.normal,
     out: Annotated[str | None, typer.Option(help="Run folder; same as --run.out.", metavar="DIR")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run folder, bit for bit.")
+    ] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_color: NoColor = False,
@@ -63,5 +66,5 @@ def train(
     config = load_recipe(recipe, [*debug, *given, *overrides(ctx)])
     launch = late_import("exactrl.launch")
     with train_events(console(ctx.obj), ctx.obj, config.run.steps, tuple(config.data.eval)) as events:
-        summary = launch.train(config, events)
+        summary = launch.train(config, events, resume=resume)
     events.conclude(summary)

@@ -130,6 +130,12 @@ class Engine:
         self.allocator.reset(self._root())
         return compute_digest(self.model)
 
+    def reset_cache(self) -> None:
+        """Forgets the prefix cache and the order of free blocks: what follows is scheduled as in a fresh engine."""
+        if self.scheduler.has_work:
+            raise RequestError("the cache cannot be reset while sequences are being generated")
+        self.allocator.reset(self._root())
+
     def require_servable(self, request: Request) -> None:
         """Raises RequestError when the request could never be served: token ids, temperature, lengths, cache."""
         self.scheduler.require_servable(self._valid(request))

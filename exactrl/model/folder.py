@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from exactrl.errors import ModelError
+from exactrl.errors import EnvironmentProblem, ModelError
 from exactrl.model.config import ModelConfig, read_config
 from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import load_weights, named_masters, named_weights
@@ -68,16 +69,23 @@ def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
 
 
 def save_model(
-    model: Qwen3, folder: Path, *, companions: Path | None = None, masters: bool = False, shard_bytes: int = 5 << 30
+    model: Qwen3,
+    folder: Path,
+    *,
+    companions: Path | None = None,
+    masters: bool = False,
+    shard_bytes: int = 5 << 30,
+    extra: Callable[[Path], None] = lambda temporary: None,
 ) -> None:
     """Writes a folder that transformers opens: weights in the compute dtype (`masters`: in fp32), config.json, and the
-    tokenizer files of `companions`. The folder must not exist; it is written beside and renamed: whole or absent."""
+    tokenizer files of `companions`; `extra` may add files. The folder must not exist; it is written beside, synced and
+    renamed: whole or absent. Raises ModelError for a folder that exists, EnvironmentProblem when the disk refuses."""
     if folder.exists():
         raise ModelError(f"{folder} exists already; a model is never written over another")
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
         dtype = "float32" if masters or model.dtype == torch.float32 else "bfloat16"
         write_folder(
             temporary, model.config, named_masters(model) if masters else named_weights(model), dtype, shard_bytes
@@ -85,12 +93,27 @@ def save_model(
         for name in COMPANIONS if companions else ():
             if companions and (companions / name).is_file():
                 shutil.copyfile(companions / name, temporary / name)
+        extra(temporary)
         for path in temporary.iterdir():
             with path.open("rb") as f:
                 os.fsync(f.fileno())
+        sync_folder(temporary)
         temporary.rename(folder)
+        sync_folder(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise EnvironmentProblem(f"{folder}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames within a folder durable, where the system can (POSIX)."""
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def write_folder(

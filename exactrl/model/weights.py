@@ -108,15 +108,16 @@ def _named(model: Qwen3, value: Callable[[Weight], torch.Tensor]) -> Iterator[tu
 
 def master_digest(model: Qwen3) -> str:
     """Digest of the fp32 masters by Hugging Face name: the same for any sharding or fusing."""
-    return _digest((name, [tensor]) for name, tensor in named_masters(model))
+    return digest_of((name, [tensor]) for name, tensor in named_masters(model))
 
 
 def compute_digest(model: Qwen3) -> str:
     """Digest of the storage that the forward kernels read, packed panels included."""
-    return _digest((str(i), weight.read_by_kernels()) for i, weight in enumerate(unique_weights(model)))
+    return digest_of((str(i), weight.read_by_kernels()) for i, weight in enumerate(unique_weights(model)))
 
 
-def _digest(items: Iterable[tuple[str, list[torch.Tensor]]]) -> str:
+def digest_of(items: Iterable[tuple[str, list[torch.Tensor]]]) -> str:
+    """Digest of named tensors: names, dtypes, shapes and bytes, in order."""
     h = hashlib.blake2b(digest_size=16)
     for name, tensors in items:
         for tensor in tensors:

@@ -57,6 +57,17 @@ class StepResult:
     cursor: int
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: steps already made, prompts already drawn."""
+
+    step: int = 0
+    cursor: int = 0
+
+
+FROM_SCRATCH = Start()
+
+
 def run(
     plan: Plan,
     engine: RolloutEngine,
@@ -67,16 +78,18 @@ def run(
     sync: Callable[[Trainer, RolloutEngine], str],
     on_step: Callable[[StepResult], None],
     progress: Progress,
+    start: Start = FROM_SCRATCH,
 ) -> None:
-    """Runs plan.steps steps; `on_step` is called after each. Weights are handed over before the first step, too.
+    """Runs steps start.step + 1 to plan.steps; `on_step` is called after each. Weights are handed over before the first
+    step, too.
 
     Held-out results in a step's row are those after its update, except in the first row: there they are those before
     any update, the baseline.
     """
     sync(trainer, engine)
-    before = evaluate(plan, 0, engine, task, progress)
-    cursor = 0
-    for step in range(1, plan.steps + 1):
+    before = evaluate(plan, 0, engine, task, progress) if start.step == 0 else {}
+    cursor = start.cursor
+    for step in range(start.step + 1, plan.steps + 1):
         clock = Clock()
         found = collect(plan.collecting, step, cursor, engine, task, progress)
         cursor += found.num_prompts
@@ -132,6 +145,7 @@ def evaluate(plan: Plan, step: int, engine: RolloutEngine, task: Task, progress:
         policy = "stop" if c.on_reward_error == "stop" else "zero"  # a mean over survivors would flatter
         result[f"eval/{name}/failed_rewards"] = assign_rewards(groups, task, policy)
         result[f"eval/{name}/mean"] = float(np.mean(_rewards(groups)))
+    engine.reset_cache()  # or the next step's scheduling would depend on whether an evaluation came before it
     return result | {"perf/eval_time": time.perf_counter() - begin}
 
 

@@ -10,28 +10,45 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from exactrl.errors import EnvironmentProblem, NonFiniteError, UsageError
+from exactrl.errors import EnvironmentProblem, ExactRLError, NonFiniteError, UsageError
+from exactrl.rl.resume import checkpoints, cut_after
 from exactrl.types import Group, Sample
 
 
 class RunFolder:
-    """Writes OUT/ as documented in docs/architecture.md. Raises UsageError for a folder that holds a run already,
-    EnvironmentProblem when the disk refuses."""
+    """Writes OUT/ as documented in docs/architecture.md. A lock keeps two runs out of one folder; the system drops it
+    when the process ends, however it ends.
 
-    def __init__(self, path: Path) -> None:
+    `go_on_after`: the folder's run is continued after that step, whatever lies beyond it is cut off, and `rows` are the
+    metrics that stay. Otherwise raises UsageError for a folder that holds a run; for one that is in use, always. Raises
+    EnvironmentProblem when the disk refuses, CheckpointError when rows up to go_on_after are missing.
+    """
+
+    def __init__(self, path: Path, *, go_on_after: int | None = None) -> None:
         self.path = path
         metrics = path / "metrics.jsonl"
         # A run that ended before its first step holds nothing worth keeping; its folder can be used again.
-        if (metrics.is_file() and metrics.stat().st_size) or (path / "checkpoints").exists():
-            raise UsageError(f"{path} already holds a run; choose another --out, or move it away (nothing was changed)")
+        holds_run = (metrics.is_file() and metrics.stat().st_size) or (path / "checkpoints").exists()
+        if holds_run and go_on_after is None:
+            raise UsageError(
+                f"{path} already holds a run; choose another --out, move it away, or go on with --resume (nothing was "
+                "changed)"
+            )
+        self._lock = lock_folder(path)
         try:
+            self.rows = [] if go_on_after is None else cut_after(path, go_on_after)
             (path / "samples").mkdir(parents=True, exist_ok=True)
-            self._metrics = metrics.open("w", encoding="utf-8")
+            self._metrics = metrics.open("a" if self.rows else "w", encoding="utf-8")
             (path / "failure.json").unlink(missing_ok=True)
         except OSError as error:
+            self._lock.release()
             raise EnvironmentProblem(f"{path}: cannot be used as a run folder: {error}") from error
+        except ExactRLError:
+            self._lock.release()
+            raise
 
     def write_text(self, name: str, text: str) -> None:
         """One file, written beside and renamed."""
@@ -49,6 +66,14 @@ class RunFolder:
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(value, indent=2, sort_keys=False) + "\n")
+
+    def write_environment(self, value: dict[str, Any], step: int) -> None:
+        """environment.json: that of the first part of a run, and under "resumed" those of later ones."""
+        path = self.path / "environment.json"
+        first = json.loads(path.read_text(encoding="utf-8")) if step and path.is_file() else None
+        if first is not None:
+            value = {**first, "resumed": [*first.get("resumed", []), {"after_step": step, **value}]}
+        self.write_json("environment.json", value)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Raises NonFiniteError for a value that JSON has no number for: a metric is absent or a number, never NaN."""
@@ -75,14 +100,41 @@ class RunFolder:
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step:06d}"
 
-    def prune_checkpoints(self, keep: int) -> None:
-        """Removes all but the newest `keep` checkpoints."""
-        old = sorted(self.path.glob("checkpoints/step_*"))[:-keep]
-        for path in old:
-            shutil.rmtree(path)
+    def prune_checkpoints(self, keep: int) -> list[str]:
+        """Removes all but the newest `keep` checkpoints, by step number. Returns what could not be removed and why: a
+        checkpoint that another process holds open must not end a run."""
+        problems = []
+        for _, path in checkpoints(self.path)[:-keep]:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                problems.append(f"old checkpoint {path.name} cannot be removed: {error}")
+        return problems
+
+    def sync_metrics(self) -> None:
+        """Puts all rows on disk: a checkpoint must never be newer than they are."""
+        try:
+            os.fsync(self._metrics.fileno())
+        except OSError as error:
+            raise EnvironmentProblem(f"{self.path / 'metrics.jsonl'}: cannot be written: {error}") from error
 
     def close(self) -> None:
         self._metrics.close()
+        self._lock.release()
+
+
+def lock_folder(path: Path) -> FileLock:
+    """Takes the lock of a run folder, which is made where it is missing. Raises UsageError when another process has it,
+    EnvironmentProblem when the folder cannot be made."""
+    lock = FileLock(path / ".lock", timeout=0)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise UsageError(f"{path} is in use by another run; wait for it, or choose another --out") from error
+    except OSError as error:
+        raise EnvironmentProblem(f"{path}: cannot be used as a run folder: {error}") from error
+    return lock
 
 
 def logprob_bits(logprobs: NDArray[np.float32]) -> list[str]:

@@ -50,6 +50,9 @@ class World:
         self.weight_version = version
         return f"{self.arrives} {version}"
 
+    def reset_cache(self):
+        self.calls.append(("reset",))
+
     # trainer
     def step(self, samples, *, audit, observe):
         assert observe == self.observe

@@ -10,6 +10,7 @@ pieces, so the cache folder carries a digest of all sources of this folder: a st
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import tempfile
@@ -57,7 +58,12 @@ def cache_dir() -> Path:
 
 
 _CACHE = str(cache_dir())
-_CACHE_LOCK = FileLock(str(Path(_CACHE) / ".lock"))
+
+
+@functools.cache
+def _cache_lock(process: int) -> FileLock:
+    """The lock of the cache for one process: a forked child must not use its parent's."""
+    return FileLock(str(Path(_CACHE) / ".lock"))
 
 
 class _SharedCache(FunctionCache):
@@ -69,11 +75,11 @@ class _SharedCache(FunctionCache):
     """
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        with _CACHE_LOCK:
+        with _cache_lock(os.getpid()):
             super().save_overload(sig, data)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        with _CACHE_LOCK:
+        with _cache_lock(os.getpid()):
             found = super().load_overload(sig, target_context)
         arguments = sig if isinstance(sig, tuple) else sig.args
         return found if found is None or tuple(found.signature.args) == tuple(arguments) else None
