@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from exactrl.algo.algorithm import get_algorithm
-from exactrl.config import Config, to_toml
+from exactrl.config import Config, load_recipe, to_toml
 from exactrl.config.algorithms import aggregation_of
 from exactrl.contract import CONTRACTS, Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
@@ -31,7 +31,7 @@ from exactrl.rl import loop
 from exactrl.rl.collect import Collecting
 from exactrl.rl.environment import environment
 from exactrl.rl.interrupt import StopRequest
-from exactrl.rl.resume import Checkpoint, newest_complete, read_rows, require_same_run
+from exactrl.rl.resume import Checkpoint, checkpoints, newest_complete, read_rows, require_same_run
 from exactrl.rl.run_folder import RunFolder
 from exactrl.rl.shaping import Shaping
 from exactrl.sync.memory import sync
@@ -40,7 +40,7 @@ from exactrl.tasks.files import resolve_path, split_slice
 from exactrl.tasks.rewards import resolve_reward
 from exactrl.tasks.task import DataTask
 from exactrl.tasks.tokenizer import Tokenizer, eos_ids, load_tokenizer
-from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state, save_checkpoint
+from exactrl.train.checkpoint import STATE, export_model, file_digest, load_checkpoint, read_state, save_checkpoint
 from exactrl.train.schedule import learning_rate
 from exactrl.train.trainer import Trainer
 from exactrl.types import Completion, Request, SamplingParams
@@ -385,6 +385,30 @@ class Engine(NativeEngine):
             key = noise_key(seed, "generate", 0, 0, str(i), 0)
             requests.append(Request(str(i), self.encode(prompt), sampling, key))
         return super().generate(requests, on_progress)
+
+
+def export(run: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> dict[str, Any]:
+    """A run's model as a Hugging Face folder: the newest complete checkpoint, or that of `step`, in the run's dtype
+    unless another is asked for. `run` may also be a checkpoint itself. Returns checkpoint, step, dtype, digest.
+
+    Raises UsageError where there is no such checkpoint; CheckpointError, ModelError as export_model.
+    """
+    config = load_recipe(run / "config.toml") if (run / "config.toml").is_file() else None
+    problems: list[str] = []
+    if (run / STATE).is_file():
+        found: Checkpoint | None = Checkpoint(run, read_state(run))
+    elif step is not None:
+        path = dict(checkpoints(run)).get(step)
+        found = Checkpoint(path, read_state(path)) if path else None
+    else:
+        found = newest_complete(run, read_state, problems.append)
+    if found is None:
+        have = ", ".join(str(n) for n, _ in checkpoints(run)) or "none"
+        what = f"checkpoint of step {step}" if step is not None else "complete checkpoint"
+        raise UsageError("\n".join([f"{run}: no {what} to export; checkpoints there: {have}", *problems]))
+    dtype = dtype or (config.model.dtype if config else "bfloat16")
+    digest = export_model(found.path, out, Ops(get_contract("exact-v1")), DTYPES[dtype])
+    return {"checkpoint": str(found.path), "step": found.step, "dtype": dtype, "compute_digest": digest}
 
 
 def generate(

@@ -102,6 +102,8 @@ def _refuse_unsupported(raw: dict[str, Any], path: str) -> None:
         "attention_dropout": raw.get("attention_dropout", 0),
         "use_sliding_window": raw.get("use_sliding_window", False),
         "quantization_config": raw.get("quantization_config"),
+        "auto_map": raw.get("auto_map"),  # code of the model's own, which is never run
+        "layer_types": [kind for kind in raw.get("layer_types") or () if kind != "full_attention"][:1],
     }
     for key, value in refused.items():
         if value:

@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from exactrl.errors import CheckpointError
-from exactrl.model.folder import read_tensors, save_model
-from exactrl.model.weights import digest_of, load_weights, places
+from exactrl.model.folder import load_model, read_tensors, save_model
+from exactrl.model.weights import compute_digest, digest_of, load_weights, places
+from exactrl.ops import Ops
 from exactrl.train.trainer import Trainer
 
 FORMAT = 1
@@ -79,6 +80,16 @@ def load_checkpoint(trainer: Trainer, folder: Path, state: dict[str, Any]) -> No
     for what, found in (("master", trainer.master_digest()), ("optimizer", optimizer_digest(trainer))):
         if found != state[f"{what}_digest"]:
             raise CheckpointError(f"{folder}: {what} digest {found} after loading, {state[f'{what}_digest']} at saving")
+
+
+def export_model(checkpoint: Path, out: Path, ops: Ops, dtype: torch.dtype) -> str:
+    """Writes a checkpoint's model as a plain Hugging Face folder in `dtype`: the very weights that the kernels of a run
+    in that dtype read. Returns their compute digest. Raises CheckpointError for a checkpoint that is not complete,
+    ModelError for an `out` that exists."""
+    read_state(checkpoint)
+    model = load_model(checkpoint, ops, dtype, trainable=False)
+    save_model(model, out, companions=checkpoint)
+    return compute_digest(model)
 
 
 def optimizer_tensors(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
