@@ -144,14 +144,14 @@ def computed(called: Called) -> set[str]:
 
 @pytest.mark.parametrize("ops", [EXACT, PLAIN], ids=["exact", "plain"])
 def test_B_14_every_computation_goes_through_our_kernels(ops, dtype):
-    """Prefill, decode and sampling; scoring and the gradient forward. Plain torch shows that the net holds fish."""
+    """Prefill, decode of 3, 2 and 1 rows, sampling; scoring, the gradient forward. Plain ops show that it catches."""
     engine = Engine(build(config(), ops, dtype, trainable=False), kv_tokens=512)
     trainer = make_trainer(dtype)
     trainer.model = build(config(), ops, dtype)
     for model in (engine.model, trainer.model):
         model.reserve_positions(64)  # tables are built once, in fp64, outside any forward
     with Called() as rolled:
-        samples = roll_out(engine, [request(f"r{i}", tokens(20 + i, i), 4, 0.7 * i) for i in range(3)])
+        samples = roll_out(engine, [request(f"r{i}", tokens(20 + i, i), 4 + 4 * i, 0.7 * i) for i in range(3)])
     with Called() as trained:
         trainer._forward(samples)
     with Called() as scored:
@@ -208,15 +208,15 @@ def prompts_of_case_23() -> list:
 def test_B_23_100_prompts_of_128_tokens():
     """All 100 together, 7 at a time, scored one by one; decoded alone every fourth, as all of them take over 10 s."""
     requests = prompts_of_case_23()
-    samples = roll_out(make_engine(BF16, c=SMALL, kv_tokens=20000), requests)
+    samples = roll_out(make_engine(c=SMALL, kv_tokens=20000), requests)
     together = {s.prompt_id: (s.token_ids, bit_list(s.logprobs)) for s in samples}
     assert {len(ids) for ids, _ in together.values()} == {128}
     for count, chosen in ((7, requests), (1, requests[::4])):
-        engine = make_engine(BF16, c=SMALL, kv_tokens=20000, max_concurrent=count)
+        engine = make_engine(c=SMALL, kv_tokens=20000, max_concurrent=count)
         for c in engine.generate(chosen):
             assert (c.token_ids, bit_list(c.logprobs)) == together[c.id], f"{c.id}, {count} at a time"
         assert engine.stats.peak_running == count
-    scores = make_trainer(BF16, c=SMALL, max_tokens_per_microbatch=1).score(samples)
+    scores = make_trainer(c=SMALL, max_tokens_per_microbatch=1).score(samples)
     assert [bit_list(lp) for lp in scores] == [together[r.id][1] for r in requests]
 
 
