@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from exactrl.config.refused import refusal
 from exactrl.config.settings import FIELDS, SECTIONS
 
 
@@ -84,8 +85,10 @@ def _bounds(limits: Sequence[Any]) -> list[str]:
 
 
 def unknown(name: str) -> str:
-    """Says that "section" or "section.key" is no setting, and which one was probably meant."""
+    """Says that "section" or "section.key" is no setting, and why not, or which one was probably meant."""
     section, dot, key = name.partition(".")
+    if reason := refusal(name):
+        return f"{name} is not a setting: {reason}" if dot else f"[{name}] is not a section: {reason}"
     if not dot:
         elsewhere = [known for known in FIELDS if known.endswith(f".{name}")]
         guess = elsewhere or [f"[{near}]" for near in get_close_matches(name, SECTIONS, 1)]

@@ -10,6 +10,7 @@ from typing import Any
 from exactrl.errors import ModelError
 
 ASSETS = Path(__file__).parent.parent / "assets"
+ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class ModelConfig:
 def find_model(name: str | Path) -> Path:
     """Folder of a model: a path, `bundled:NAME`, or the bare name of a bundled model. Raises ModelError."""
     text = str(name)
+    _refuse_adapter(Path(text))
     bundled = ASSETS / text.removeprefix("bundled:")
     if text.startswith("bundled:") or not (Path(text) / "config.json").is_file():
         if "/" not in text and (bundled / "config.json").is_file():
@@ -59,6 +61,7 @@ def find_model(name: str | Path) -> Path:
 
 def read_config(folder: Path) -> ModelConfig:
     """ModelConfig of a model folder. Raises ModelError for anything that would be computed differently than asked."""
+    _refuse_adapter(folder)
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -67,6 +70,15 @@ def read_config(folder: Path) -> ModelConfig:
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: holds a {type(raw).__name__}, not an object")
     return parse_config(raw, str(path))
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Other tools would apply it on loading; leaving it out would silently train and roll out the base weights."""
+    if (folder / ADAPTER).is_file():
+        raise ModelError(
+            f"{folder}: holds an adapter ({ADAPTER}); adapters are not supported: merge it into the base model "
+            "(peft: merge_and_unload, then save_pretrained) and use that folder"
+        )
 
 
 def parse_config(raw: dict[str, Any], path: str) -> ModelConfig:

@@ -90,6 +90,11 @@ class Qwen3(nn.Module):
         self, ids: torch.Tensor, positions: torch.Tensor, state: AttentionState, see: Probe = _unchanged
     ) -> torch.Tensor:
         """ids, positions int64 [T] -> hidden states after the final norm [T, hidden], in the compute dtype."""
+        for name, given in (
+            ("ids", ids),
+            ("positions", positions),
+        ):  # a float would index tables through another kernel
+            assert given.dtype == torch.int64, f"{name} must be int64, not {given.dtype}"
         ops, eps = self.ops, self.config.rms_norm_eps
         h = see("embed", ops.embedding(ids, self.embed, self.residual_dtype))
         y = ops.rms_norm(h, self._norm(0), eps)

@@ -47,17 +47,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return None
-    try:
-        # The library raises bare Exception for every kind of fault in the file.
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ModelError(f"{path}: not a readable tokenizer: {error}") from error
-    return Tokenizer(backend, eos_ids(folder))
+    return Tokenizer(_read_backend(path), eos_ids(folder))
 
 
 def eos_ids(folder: str | Path) -> tuple[int, ...]:
     """Stop tokens of a model folder: eos_token_id of generation_config.json, then that of config.json, without
-    repeats; each is an int, a list of ints, or absent. Empty when neither names one."""
+    repeats; each is an int, a list of ints, or absent. Where neither names one, the eos_token of tokenizer_config.json;
+    empty when that is absent, too. Raises ModelError for a malformed one."""
     found: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -67,7 +63,31 @@ def eos_ids(folder: str | Path) -> tuple[int, ...]:
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, not {value!r}")
             found[token] = None
-    return tuple(found)
+    return tuple(found) or _eos_of_tokenizer(Path(folder))
+
+
+def _eos_of_tokenizer(folder: Path) -> tuple[int, ...]:
+    """The id of tokenizer_config.json's eos_token: a text, or an object with it as "content". The same token may be the
+    bos_token; nothing here adds one."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file() or not (folder / "tokenizer.json").is_file():
+        return ()
+    token = _read_object(path).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is None:
+        return ()
+    found = _read_backend(folder / "tokenizer.json").token_to_id(text) if isinstance(text, str) else None
+    if found is None:
+        raise ModelError(f"{path}: eos_token {token!r} is not a token of tokenizer.json")
+    return (found,)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        # The library raises bare Exception for every kind of fault in the file.
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ModelError(f"{path}: not a readable tokenizer: {error}") from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:

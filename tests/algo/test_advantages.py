@@ -31,17 +31,17 @@ def test_equals_the_reference(size):
         np.testing.assert_allclose(actual, reference(rewards), rtol=1e-9, atol=1e-9)
 
 
-def test_D15_unbiased_std_within_the_group():
+def test_D_15_unbiased_std_within_the_group():
     np.testing.assert_allclose(grpo_advantages([1, 0, 0, 0]), [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
     np.testing.assert_allclose(grpo_advantages([1, 1, 1, 0]), [0.5, 0.5, 0.5, -1.5], rtol=1e-5)
 
 
-def test_D15_without_normalisation_nothing_is_divided():
+def test_D_15_without_normalisation_nothing_is_divided():
     found = dr_grpo_advantages([[1, 0, 0, 0], [1, 1, 1, 0]])
     assert [a.tolist() for a in found] == [[0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]]
 
 
-def test_D15_batch_normalisation_uses_the_whole_step():
+def test_D_15_batch_normalisation_uses_the_whole_step():
     """REINFORCE++ divides by the std of what it centred: the differences to group means, or all rewards."""
     groups = [[1, 0, 0, 0], [1, 1, 1, 0]]
     for group, centred in zip(reinforce_pp_baseline_advantages(groups), dr_grpo_advantages(groups), strict=True):
@@ -94,7 +94,7 @@ def test_needs_a_flat_group_of_two(rewards):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None, -1e200])
-def test_D07_a_bad_reward_is_named_not_repaired(bad):
+def test_D_07_a_bad_reward_is_named_not_repaired(bad):
     with pytest.raises(NonFiniteError, match="reward 2 of the group"):
         grpo_advantages([1.0, 0.0, bad, 1.0])
     with pytest.raises(NonFiniteError, match="reward 0 of group 1"):

@@ -84,7 +84,7 @@ def test_empty_micro_batch_adds_nothing():
     assert all(value == 0 for value in metrics.values())
 
 
-def test_A23_denominator_is_the_minibatch_not_the_rank():
+def test_A_23_denominator_is_the_minibatch_not_the_rank():
     weights = [torch.from_numpy(w) for w in token_weights([100, 900], "token-mean")]
     ranks = [(torch.full((100,), -1.0), weights[0]), (torch.full((900,), -2.0), weights[1])]  # advantages
     parts = [gradient(torch.zeros(len(a)), torch.zeros(len(a)), a, w) for a, w in ranks]
@@ -95,7 +95,7 @@ def test_A23_denominator_is_the_minibatch_not_the_rank():
     assert abs(float(weighted_sum(torch.cat([torch.ones(100), torch.full((900,), 2.0)]), per_sequence)) - 1.5) < 1e-6
 
 
-def test_A52_nan_at_a_masked_position_does_not_leak():
+def test_A_52_nan_at_a_masked_position_does_not_leak():
     values, weights = vector([0.2, NAN, 0.4], grad=True), vector([0.5, 0.0, 0.5])
     mean = weighted_sum(values, weights)
     mean.backward()
@@ -113,21 +113,21 @@ def test_A52_nan_at_a_masked_position_does_not_leak():
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-def test_A53_non_finite_is_never_on_policy(bad, place, advantage):
+def test_A_53_non_finite_is_never_on_policy(bad, place, advantage):
     batch = [torch.zeros(3), torch.zeros(3), torch.full((3,), advantage)]
     batch[place][1] = bad
     with pytest.raises(NonFiniteError, match="token 1 "):
         policy_loss(*batch, torch.ones(3), LOW, HIGH)
 
 
-def test_A53_equal_infinite_logprobs_are_no_ratio_of_one():
+def test_A_53_equal_infinite_logprobs_are_no_ratio_of_one():
     hole = vector([-1.0, -INF])
     with pytest.raises(NonFiniteError, match="token 1 "):
         policy_loss(hole, hole, vector([1.0, 1.0]), vector([0.5, 0.5]), LOW, HIGH)
 
 
 @pytest.mark.parametrize("log_ratio", [5.0, 88.0, 90.0, 1000.0])
-def test_A53_large_log_ratio_is_clipped_and_reported(log_ratio):
+def test_A_53_large_log_ratio_is_clipped_and_reported(log_ratio):
     new, old = torch.tensor([0.0, -1.0, 0.0]), torch.tensor([-log_ratio, -1.0, -log_ratio])
     loss, grad, metrics = gradient(new, old, torch.tensor([2.0, 2.0, 0.0]), torch.ones(3))
     assert abs(float(loss) - (-2 * 1.28 - 2)) < 1e-6
@@ -137,7 +137,7 @@ def test_A53_large_log_ratio_is_clipped_and_reported(log_ratio):
     assert metrics["log_ratio_abs"] == 2 * log_ratio
 
 
-def test_A53_large_log_ratio_that_no_clip_bounds_raises():
+def test_A_53_large_log_ratio_that_no_clip_bounds_raises():
     with pytest.raises(NonFiniteError, match=r"loss is infinite at response token 1 .*-90.*train\.lr"):
         policy_loss(torch.zeros(2), torch.tensor([0.0, -90.0]), -torch.ones(2), torch.ones(2), LOW, HIGH)
     loss, grad, _ = gradient(torch.zeros(1), torch.tensor([-50.0]), -torch.ones(1), torch.ones(1))

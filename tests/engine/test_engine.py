@@ -90,13 +90,14 @@ def test_preemption_changes_no_bit(dtype, expected, order):
 
 
 def test_A_45_one_logprob_per_token_under_preemption():
-    requests = [request(f"r{i}", tokens(4, i), 60) for i in range(12)]
-    engine = make_engine(kv_tokens=192)
-    completions = engine.generate(requests)
-    assert max(c.num_preemptions for c in completions) > 0
-    assert [len(c.token_ids) for c in completions] == [len(c.logprobs) for c in completions] == [60] * 12
-    alone = make_engine(max_concurrent=1).generate(requests)
-    assert trajectories(completions) == trajectories(alone)
+    """32 requests of 200 tokens in a cache for about four of them; the trainer computes every logprob anew."""
+    requests = [request(f"r{i}", tokens(4, i), 200) for i in range(32)]
+    engine = make_engine(kv_tokens=832)
+    samples = roll_out(engine, requests)
+    assert engine.stats.preemptions > 20
+    assert [len(s.token_ids) for s in samples] == [len(s.logprobs) for s in samples] == [200] * 32
+    scores = make_trainer().score(samples)
+    assert [bit_list(lp) for lp in scores] == [bit_list(s.logprobs) for s in samples]
 
 
 def test_prefix_cache_is_used_and_changes_no_bit(dtype, expected):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -166,19 +167,34 @@ def test_config_refusals(changes, message):
 
 
 def test_A_29_rope_theta_from_either_place():
-    newer = {k: v for k, v in RAW.items() if k != "rope_theta"}
-    newer["rope_parameters"] = {"rope_theta": 1000000, "rope_type": "default"}
-    assert parse_config(newer, "c").rope_theta == parse_config(RAW, "c").rope_theta == 1e6
+    without = {k: v for k, v in RAW.items() if k != "rope_theta"}
+    newer = {**without, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}
+    for raw in (newer, {**without, "rope_theta": 1000000}):
+        c = parse_config(raw, "c")
+        assert c.rope_theta == 1e6
+        for trainable in (False, True):
+            model = build(c, trainable=trainable)
+            model.reserve_positions(2)
+            assert abs(float(model.rope.cos[1, 1]) - math.cos(1e6 ** (-2 / 12))) < 1e-7
+    with pytest.raises(ModelError, match="rope_theta is given nowhere"):
+        parse_config(without, "c")
 
 
 def test_A_27_rope_tables_stay_fp32():
-    fp32, bf16 = build(config()), build(config(), dtype=torch.bfloat16)
-    for model in (fp32, bf16):
-        model.reserve_positions(2048)
-    assert same_bits(fp32.rope.cos, bf16.rope.cos)
+    """Both sides, in both dtypes, after a cast of the whole module: the tables of fp64, rounded to fp32 once."""
+    frequency = 1e6 ** (-torch.arange(0, 12, 2, dtype=torch.float64) / 12)
+    angle = torch.arange(2048, dtype=torch.float64)[:, None] * frequency
+    for dtype in (torch.float32, torch.bfloat16):
+        for trainable in (False, True):
+            model = build(config(), dtype=dtype, trainable=trainable)
+            model.reserve_positions(100)
+            model.to(torch.bfloat16)
+            model.reserve_positions(2048)
+            assert same_bits(model.rope.cos, angle.cos().float())
+            assert same_bits(model.rope.sin, angle.sin().float())
     longer = build(config())
     longer.reserve_positions(4096)
-    assert same_bits(fp32.rope.sin, longer.rope.sin[:2048])
+    assert same_bits(model.rope.sin, longer.rope.sin[:2048])
 
 
 def faulty(tensors: dict, fault: str) -> dict:

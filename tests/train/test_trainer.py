@@ -317,17 +317,17 @@ def test_A_58_lr_0_never_drifts(dtype):
     trainer, engine = make_trainer(dtype, lr=0.0), make_engine(dtype, kv_tokens=320)
     digests = {trainer.master_digest(), trainer.compute_digest()}
     oracle = Oracle(strict=True, bisect_command="check")
-    for step in range(20):
+    for step in range(200):
         digests.add(sync(trainer, engine))
-        samples = roll_out(engine, [request(f"{step}/{i}", tokens(5 + i, i), 6) for i in range(4)])
+        samples = roll_out(engine, [request(f"{step}/{i}", tokens(5 + i, i), 3) for i in range(2)])
         oracle.begin(samples)
-        trainer.step(samples, audit=step % 10 == 0, observe=oracle.observe)
+        trainer.step(samples, audit=step % 50 == 0, observe=oracle.observe)
         metrics = oracle.metrics()
-        assert metrics["train/logprob_compared_tokens"] == 24
+        assert metrics["train/logprob_compared_tokens"] == 6
         assert metrics["train/logprob_abs_diff_max"] == metrics["train/logprob_mismatch_tokens"] == 0
         digests.add(trainer.master_digest())
     assert len(digests) == 2
-    assert trainer.version == 20
+    assert trainer.version == 200
 
 
 def test_gradients_are_clipped_to_the_norm(samples, dtype):
