@@ -112,7 +112,7 @@ class Trainer:
     def _score(self, model: Qwen3, samples: Sequence[Sample]) -> list[LogprobArray]:
         result: list[LogprobArray] = []
         for indices in pack(samples, self.budget):
-            logprobs, _, batch = self._forward(model, [samples[i] for i in indices])
+            logprobs, _, batch = self._forward([samples[i] for i in indices], model)
             result += _split(logprobs, batch)
         return result
 
@@ -135,8 +135,11 @@ class Trainer:
     def _old_logprobs(self, samples: Sequence[Sample]) -> Sequence[LogprobArray]:
         return self.score(samples) if self.recompute_old_logprobs else [s.logprobs for s in samples]
 
-    def _forward(self, model: Qwen3, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor, MicroBatch]:
-        """(logprobs [N], entropy [N], the micro-batch)."""
+    def _forward(
+        self, samples: Sequence[Sample], model: Qwen3 | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, MicroBatch]:
+        """(logprobs [N], entropy [N], the micro-batch), of the trained model unless another is given."""
+        model = model or self.model
         batch = MicroBatch.build(samples, model.shape)
         model.reserve_positions(int(batch.positions.max()) + 1)
         state = PackedState(model.ops, batch.rows)
@@ -160,7 +163,7 @@ class Trainer:
         version = self.version
         for indices in pack([samples[i] for i in part], self.budget):
             chosen = [samples[part[i]] for i in indices]
-            logprobs, entropy, batch = self._forward(self.model, chosen)
+            logprobs, entropy, batch = self._forward(chosen)
             if all(s.weight_version == version for s in chosen):
                 observe("train", version, chosen, _split(logprobs.detach(), batch))
             tokens = self._token_batch(

@@ -15,6 +15,7 @@ from exactrl.algo.algorithm import get_algorithm
 from exactrl.engine.engine import Engine
 from exactrl.parity.oracle import Oracle
 from exactrl.rl import loop
+from exactrl.rl.collect import Collecting
 from exactrl.sync.memory import sync
 from exactrl.tasks.task import DataTask
 from exactrl.tasks.tokenizer import Tokenizer
@@ -62,8 +63,8 @@ class World:
 
     def run(self, steps: int, samples_per_prompt: int = 4) -> list[loop.StepResult]:
         plan = loop.Plan(
-            steps=steps, prompts_per_step=len(self.prompts), samples_per_prompt=samples_per_prompt,
-            sampling=self.sampling, seed=0, audit_every=1, eval_every=0, on_reward_error="stop",
+            steps=steps, audit_every=1, eval_every=0,
+            collecting=Collecting(len(self.prompts), samples_per_prompt, self.sampling, 0, "stop"),
         )  # fmt: skip
         rows = [Prompt(str(i), text, tuple(self.tokenizer.encode(text)), "") for i, text in enumerate(self.prompts)]
         task = DataTask(rows, {}, self.tokenizer, self.reward, stop_token_ids=self.sampling.stop_token_ids)

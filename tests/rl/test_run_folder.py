@@ -76,7 +76,7 @@ def test_a_failed_write_leaves_no_half_file(tmp_path):
     (tmp_path / "run/plan.json").mkdir()
     with pytest.raises(EnvironmentProblem, match=r"plan\.json"):
         out.write_json("plan.json", {})
-    assert [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(".")] == []
+    assert [p.name for p in (tmp_path / "run").iterdir() if ".tmp-" in p.name] == []
 
 
 def test_old_checkpoints_are_pruned(tmp_path):
