@@ -12,7 +12,7 @@ from exactrl.algo.algorithm import Algorithm, TokenBatch
 from exactrl.algo.losses import token_weights, weighted_sum
 from exactrl.errors import ConfigError, UsageError
 from exactrl.model.attention_state import PackedState
-from exactrl.model.qwen3 import Probe, Qwen3
+from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, master_digest, named_weights, refresh, unique_weights
 from exactrl.protocols import Observer
 from exactrl.train.optimizer import clip_gradients, make_optimizer
@@ -64,7 +64,8 @@ class Trainer:
         if entropy_coef and not model.ops.exact:
             raise ConfigError("entropy_coef needs exact ops: the plain ones report entropy without a gradient")
         self.optimizer = make_optimizer(self.parameters, lr, betas, weight_decay)
-        self._see = (see,) if see else ()
+        # Shown every op's output and may replace it; "rows" are (sample of the micro-batch, position).
+        self.see: Probe = see or unchanged
 
     def step(self, samples: Sequence[Sample], *, audit: bool, observe: Observer) -> dict[str, float]:
         """One RL step; see protocols.Trainer. "train/loss" is what is minimised, entropy bonus included.
@@ -122,10 +123,12 @@ class Trainer:
         batch = MicroBatch.build(samples, self.model.shape)
         self.model.reserve_positions(int(batch.positions.max()) + 1)
         state = PackedState(self.model.ops, batch.rows)
-        hidden = self.model(batch.ids, batch.positions, state, *self._see)
-        predicting = hidden.index_select(0, batch.predict)
+        if self.see is not unchanged:
+            self.see("rows", batch.rows.owners(torch.arange(len(samples))))
+        hidden = self.model(batch.ids, batch.positions, state, self.see)
+        predicting = hidden.index_select(0, self.see("predicting", batch.predict))
         logprobs, entropy = self.model.ops.logprobs(predicting, self.model.head, batch.targets, batch.temperatures)
-        return logprobs, entropy, batch
+        return self.see("logprob", logprobs), entropy, batch
 
     def _accumulate(
         self,
