@@ -73,4 +73,7 @@ def _expect(tally: Tally, error: type[ExactRLError], what: str, act: Callable[[]
         act()
     except error:
         return
+    except ExactRLError as other:
+        tally.problems.append(f"the oracle raised {type(other).__name__} for {what}")
+        return
     tally.problems.append(f"the oracle let pass: {what}")
