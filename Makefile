@@ -1,5 +1,6 @@
 # make demo   install, run the main job on the bundled tiny model, say where its report is
 # make test   install what tests need, run them
+# make mutation   put faults into the code and see each caught by the check named for it
 # make lint, make bench, make clean
 #
 # PYTHON  the interpreter to build .venv with (3.11 or newer; found by itself when possible)
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	if $$p -c "$(AT_LEAST_311)" 2>/dev/null; then echo $$p; break; fi; done)
 
 .DELETE_ON_ERROR:
-.PHONY: demo install install-test compile test lint bench clean
+.PHONY: demo install install-test compile test mutation lint bench clean
 
 # A run folder is never overwritten: the previous demo is renamed.
 demo: compile
@@ -37,6 +38,9 @@ compile: $(VENV)/.compiled
 # Tests run in two processes; compiled kernels are there before, so that both do not compile the same ones.
 test: install-test compile
 	$(BIN)/python -m pytest -n 2
+
+mutation: install-test compile
+	$(BIN)/python -m tests.mutations
 
 lint: install-test
 	$(BIN)/ruff check .

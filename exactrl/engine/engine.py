@@ -17,7 +17,7 @@ from exactrl.engine.scheduler import Scheduler
 from exactrl.engine.sequence import Sequence as Generation
 from exactrl.errors import EnvironmentProblem, ModelError, NonFiniteError, RequestError
 from exactrl.model.attention_state import PagedState
-from exactrl.model.qwen3 import Probe, Qwen3
+from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, load_weights
 from exactrl.ops.attention import PAGE
 from exactrl.ops.cpu.jit import require_denormals
@@ -34,6 +34,7 @@ class Engine:
     chunk_tokens     tokens computed per step          }
     max_model_tokens prompt + response limit; default: the model's own
     block_order      order of free KV blocks, and a seed for "shuffled" (parity checks)
+    see              shown every op's output and may replace it (parity checks); "rows" are (arrival number, position)
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Engine:
             self.allocator, max_concurrent=max_concurrent, chunk_tokens=chunk_tokens, max_model_tokens=limit
         )
         self.cache = PagedState(model.ops, model.config.num_layers, num_blocks, model.shape, model.dtype)
-        self._see = (see,) if see else ()
+        self.see: Probe = see or unchanged
         self._weights_whole = True
 
     @property
@@ -111,10 +112,14 @@ class Engine:
         chunks = self.scheduler.schedule()
         batch = Batch.build(chunks, self.model.shape)
         self.cache.rows = batch.rows
-        hidden = self.model(batch.ids, batch.positions, self.cache, *self._see)
+        if self.see is not unchanged:
+            self.see("rows", batch.rows.owners(torch.tensor([c.seq.index for c in chunks])))
+        hidden = self.model(batch.ids, batch.positions, self.cache, self.see)
+        predicting = hidden[self.see("predicting", batch.sample_rows)]
         tokens, logprobs = self.model.ops.sample(
-            hidden[batch.sample_rows], self.model.head, batch.temperatures, batch.keys, batch.sample_positions
+            predicting, self.model.head, batch.temperatures, batch.keys, batch.sample_positions
         )
+        tokens, logprobs = self.see("sample", tokens), self.see("logprob", logprobs)
         sampled = list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
         self._check_finite(sampled, [c.seq for c in chunks if c.samples])
         return self.scheduler.update(chunks, sampled)

@@ -18,11 +18,14 @@ from exactrl.ops import Ops
 from exactrl.ops.qkv import HeadShape, RopeTable
 from exactrl.ops.weight import Weight
 
-# Sees every op's output by name and may replace it: the seam of the layer rung, of bisect and of fault injection.
+# Sees every op's output by name and may replace it: the seam of the op-by-op rungs, of bisect and of fault injection.
+# Engine and trainer show more around a forward: "rows" before it (which sequence and position each row is, for
+# alignment only), then "predicting" (the rows that predict a token), "logprob" and "sample".
 Probe = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def _unchanged(name: str, x: torch.Tensor) -> torch.Tensor:
+def unchanged(name: str, x: torch.Tensor) -> torch.Tensor:
+    """The probe where there is none."""
     return x
 
 
@@ -87,7 +90,7 @@ class Qwen3(nn.Module):
             self.rope = RopeTable.build(self.config.rope_theta, self.config.head_dim, count)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, state: AttentionState, see: Probe = _unchanged
+        self, ids: torch.Tensor, positions: torch.Tensor, state: AttentionState, see: Probe = unchanged
     ) -> torch.Tensor:
         """ids, positions int64 [T] -> hidden states after the final norm [T, hidden], in the compute dtype."""
         for name, given in (
@@ -96,17 +99,18 @@ class Qwen3(nn.Module):
         ):  # a float would index tables through another kernel
             assert given.dtype == torch.int64, f"{name} must be int64, not {given.dtype}"
         ops, eps = self.ops, self.config.rms_norm_eps
+        ids, positions = see("ids", ids), see("positions", positions)
         h = see("embed", ops.embedding(ids, self.embed, self.residual_dtype))
         y = ops.rms_norm(h, self._norm(0), eps)
         for i, layer in enumerate(self.layers):
             y = see(f"layers.{i}.input_norm", y)
             qkv = see(f"layers.{i}.qkv_proj", ops.linear(y, layer.qkv))
             q, k, v = ops.qkv(qkv, layer.q_norm, layer.k_norm, self.rope, positions, self.shape, eps)
-            q, k = see(f"layers.{i}.q", q), see(f"layers.{i}.k", k)
+            q, k, v = see(f"layers.{i}.q", q), see(f"layers.{i}.k", k), see(f"layers.{i}.v", v)
             a = see(f"layers.{i}.attention", state.attend(i, q, k, v)).flatten(1)
             o = see(f"layers.{i}.o_proj", ops.linear(a, layer.o, self.leaves))
             h, y = ops.add_rms_norm(h, o, layer.post_norm, eps)
-            y = see(f"layers.{i}.post_norm", y)
+            h, y = see(f"layers.{i}.attention_residual", h), see(f"layers.{i}.post_norm", y)
             gate_up = see(f"layers.{i}.gate_up_proj", ops.linear(y, layer.gate_up))
             m = see(f"layers.{i}.swiglu", ops.swiglu(gate_up))
             m = see(f"layers.{i}.down_proj", ops.linear(m, layer.down, self.leaves))

@@ -56,6 +56,13 @@ class Rows:
         arrays = (slots, tables, starts, first, tiles)
         return cls(*(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays))
 
+    def owners(self, sequences: torch.Tensor) -> torch.Tensor:
+        """int64 [T, 2]: (sequence, position) of every row; `sequences` int64 [S] are their numbers."""
+        starts, first = self.starts.numpy(), self.first.numpy()
+        counts = np.diff(starts)
+        position = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
+        return torch.from_numpy(np.stack([np.repeat(sequences.numpy(), counts), position], 1))
+
 
 def _tiles(starts: np.ndarray, first: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
     per = -(-counts // size)

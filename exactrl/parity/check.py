@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from exactrl.errors import ConfigError, ExactRLError
-from exactrl.parity import engine_rungs, op_rungs, trainer_rungs
+from exactrl.parity import engine_rungs, op_rungs, oracle_rung, trainer_rungs
 from exactrl.parity.compare import Tally
 from exactrl.parity.subject import Subject
 
@@ -46,8 +46,10 @@ RUNGS: dict[str, Callable[[Subject, Tally], None]] = {
     "nan_cache": engine_rungs.nan_cache,
     "threads": engine_rungs.threads,
     "microbatch_split": trainer_rungs.microbatch_split,
+    "engine_vs_trainer_ops": trainer_rungs.engine_vs_trainer_ops,
     "engine_vs_trainer": trainer_rungs.engine_vs_trainer,
     "gradient_vs_scoring": trainer_rungs.gradient_vs_scoring,
+    "oracle": oracle_rung.oracle,
     "after_update": trainer_rungs.after_update,
     "trajectory_twice": trainer_rungs.trajectory_twice,
 }

@@ -13,6 +13,12 @@ from exactrl.types import Completion
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where the bit patterns of two tensors of one shape and dtype differ, bool."""
+    view = _INTEGERS[a.element_size()]
+    return a.detach().contiguous().view(view) != b.detach().contiguous().view(view)
+
+
 @dataclass(slots=True)
 class Tally:
     """Values compared and found different so far. `first` describes the first difference; `notes` say what was varied
@@ -29,8 +35,7 @@ class Tally:
         """Bit patterns of two tensors of one shape and dtype (NaN equals the same NaN, -0 differs from +0)."""
         assert a.shape == b.shape, (what, a.shape, b.shape)
         assert a.dtype == b.dtype, (what, a.dtype, b.dtype)
-        view = _INTEGERS[a.element_size()]
-        different = a.detach().contiguous().view(view) != b.detach().contiguous().view(view)
+        different = differing(a, b)
         count = int(different.sum())
         self.compared += a.numel()
         if count and not self.mismatched:

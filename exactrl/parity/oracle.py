@@ -26,7 +26,8 @@ class Oracle:
         self.begin([])
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Starts a step. Raises ParityError for a missing rollout logprob, NonFiniteError for one not finite."""
+        """Starts a step. Raises ParityError for a missing rollout logprob or samples of several weight versions, which
+        no trainer could compare at once; NonFiniteError for a logprob that is not finite."""
         self._step: dict[int, Sample] = {id(s): s for s in samples}
         self._train: dict[int, NDArray[np.float32]] = {}
         self._rescore: dict[int, NDArray[np.float32]] = {}
@@ -41,6 +42,12 @@ class Oracle:
                     "every sampled token needs the float32 logprob recorded while decoding"
                 )
             self._require_finite("rollout", s, s.logprobs)
+        other = next((s for s in samples if s.weight_version != samples[0].weight_version), None)
+        if other is not None:
+            raise ParityError(
+                f"sample {other.name} was rolled out at weight version {other.weight_version}, sample "
+                f"{samples[0].name} of the same step at {samples[0].weight_version}; a step's samples share one version"
+            )
 
     def observe(
         self, kind: str, version: int, samples: Sequence[Sample], logprobs: Sequence[NDArray[np.float32]]

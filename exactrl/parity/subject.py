@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Prompt lengths around page (16) and block (64) borders, and beyond the first split (512) where the model allows.
 LENGTHS = (1, 2, 15, 16, 17, 33, 47, 63, 64, 65, 90, 130, 520)
 NEW_TOKENS = 20
+TRACED = (1, 17, 33, 65)  # those of LENGTHS that are also traced op by op
 SHARED = 48  # leading tokens that every second prompt shares
 
 
@@ -54,6 +55,11 @@ class Subject:
         return requests
 
     @cached_property
+    def traced(self) -> list[Request]:
+        """A few short requests: the memory of a trace grows with their tokens."""
+        return [r for r in self.requests if len(r.token_ids) in TRACED]
+
+    @cached_property
     def baseline(self) -> list[Completion]:
         """Trajectories that the engine rungs compare with: everything at once, ample cache."""
         return self.make_engine().generate(self.requests)
@@ -67,10 +73,11 @@ class Subject:
 
 
 def to_sample(request: Request, completion: Completion, i: int) -> Sample:
-    """A trainable sample; its advantage is made up (never 0), since parity does not depend on it."""
+    """A trainable sample. Its advantage is made up, since parity does not depend on it; every third is 0, since tokens
+    that teach nothing must be compared, too."""
     return Sample(
         prompt_id=request.id, sample_index=0, prompt_token_ids=request.token_ids, token_ids=completion.token_ids,
         logprobs=completion.logprobs, finish_reason=completion.finish_reason,
         weight_version=completion.weight_version, temperature=request.params.temperature or 1.0,
-        advantage=1.0 if i % 2 else -1.0,
+        advantage=(1.0, -1.0, 0.0)[i % 3],
     )  # fmt: skip

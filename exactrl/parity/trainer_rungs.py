@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from exactrl.model.weights import named_masters
 from exactrl.parity.compare import Tally
+from exactrl.parity.op_trace import compare, trace_engine, trace_gradient_forward, trace_scoring
 from exactrl.parity.oracle import Oracle
 from exactrl.parity.subject import Subject, to_sample
 from exactrl.types import Sample
@@ -24,6 +26,29 @@ def microbatch_split(subject: Subject, tally: Tally) -> None:
         tally.arrays(subject.make_trainer(budget).score(subject.samples), whole, f"micro-batches of {budget} tokens")
     reverse = subject.make_trainer(100).score(subject.samples[::-1])[::-1]
     tally.arrays(reverse, whole, "reverse order")
+
+
+def engine_vs_trainer_ops(subject: Subject, tally: Tally) -> None:
+    """Every op of the real engine (chunked, decoding, several sequences at once) and of the real trainer, while scoring
+    and in a training step's own forward. The first difference names op, layer, sample, position and element.
+
+    Without prefix cache, so that the engine computes every row itself.
+    """
+    requests = subject.traced
+    engine = subject.make_engine(max_concurrent=3, chunk_tokens=24, prefix_cache=False)
+    ours, completions = trace_engine(engine, requests)
+    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+    for what, trace in (("scoring", trace_scoring), ("gradient forward", trace_gradient_forward)):
+        found = compare(ours, trace(subject.make_trainer(120), requests, samples))
+        tally.compared += found.compared
+        if found.first and not tally.mismatched:
+            tally.first = f"{found.first.describe(requests[found.first.sample].id)} (engine, {what})"
+        tally.mismatched += found.mismatched
+        for side, rows in (("engine", found.only_ours), (what, found.only_theirs)):
+            for op, sample, position in rows[:1]:
+                name = requests[sample].id if sample < len(requests) else f"number {sample}"
+                tally.require(not rows, f"{op}, sample {name}, position {position}: computed by the {side} only")
+    tally.notes.append(f"{len(ours.ops)} ops")
 
 
 def engine_vs_trainer(subject: Subject, tally: Tally) -> None:
@@ -62,6 +87,9 @@ def _rl_step(subject: Subject, engine: Engine, trainer: Trainer, tally: Tally) -
         if found[name] and not tally.mismatched:
             tally.first = f"{name} {found[name]} at weight version {trainer.version - 1}"
         tally.mismatched += int(found[name])
+    counted = found["train/logprob_compared_tokens"] + found["train/logprob_uncompared_tokens"]
+    sampled = sum(len(s.token_ids) for s in samples)
+    tally.require(counted == sampled, f"the oracle accounts for {counted:g} of {sampled} sampled tokens")
     tally.require(found["train/logprob_uncompared_tokens"] == 0, "some tokens were not compared")
     return samples
 
@@ -72,6 +100,9 @@ def after_update(subject: Subject, tally: Tally) -> None:
     before = trainer.compute_digest()
     for _ in range(3):
         _rl_step(subject, engine, trainer, tally)
+    fresh, _ = subject.make_loop()
+    from_masters = fresh.load_weights(named_masters(trainer.model), trainer.version)
+    tally.require(from_masters == trainer.compute_digest(), "the compute weights are not those of the masters")
     loaded = engine.load_weights(trainer.named_weights(), trainer.version)
     tally.require(loaded == trainer.compute_digest(), "engine and trainer hold different weights")
     tally.require(loaded != before, "the weights never changed")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from exactrl.contract import noise_key
-from exactrl.errors import ExactRLError, NonFiniteError, UsageError
+from exactrl.errors import ExactRLError, NonFiniteError, ParityError, UsageError
 from exactrl.protocols import RolloutEngine, Task
 from exactrl.types import Completion, Group, Prompt, Request, Sample, SamplingParams
 
@@ -33,18 +33,33 @@ def rollout(
     task: Task,
     progress: Progress,
 ) -> list[Group]:
-    """One group per prompt, with text; rewards are still 0."""
+    """One group per prompt, with text; rewards are still 0.
+
+    Raises ParityError when two responses would be sampled with the same noise: they would be no independent samples.
+    """
     requests = [
         Request(f"{p.id}#{i}", p.token_ids, params, noise_key(draw.seed, draw.stream, draw.step, draw.retry, p.id, i))
         for p in prompts
         for i in range(samples_per_prompt)
     ]
+    _require_own_noise(requests)
     completions = iter(engine.generate(requests, lambda done, total: progress("rollout", done, total)))
     groups = []
     for prompt in prompts:
         samples = [_sample(prompt, i, next(completions), params, task) for i in range(samples_per_prompt)]
         groups.append(Group(prompt, samples))
     return groups
+
+
+def _require_own_noise(requests: Sequence[Request]) -> None:
+    owner: dict[int, str] = {}
+    for r in requests:
+        if r.params.temperature and r.noise_key in owner:
+            raise ParityError(
+                f"requests {owner[r.noise_key]!r} and {r.id!r} have the same noise key {r.noise_key:#018x}; every "
+                "response needs noise of its own (contract.noise_key)"
+            )
+        owner[r.noise_key] = r.id
 
 
 def _sample(prompt: Prompt, index: int, completion: Completion, params: SamplingParams, task: Task) -> Sample:

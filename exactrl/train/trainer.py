@@ -13,7 +13,7 @@ from exactrl.algo.kl import kl_loss
 from exactrl.algo.losses import counted_only, token_weights, weighted_sum
 from exactrl.errors import ConfigError, UsageError
 from exactrl.model.attention_state import PackedState
-from exactrl.model.qwen3 import Probe, Qwen3
+from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, master_digest, named_weights, refresh, unique_weights
 from exactrl.protocols import Observer
 from exactrl.train.optimizer import clip_gradients, make_optimizer
@@ -70,7 +70,8 @@ class Trainer:
         if entropy_coef and not model.ops.exact:
             raise ConfigError("entropy_coef needs exact ops: the plain ones report entropy without a gradient")
         self.optimizer = make_optimizer(self.parameters, lr, betas, weight_decay)
-        self._see = (see,) if see else ()
+        # Shown every op's output and may replace it; "rows" are (sample of the micro-batch, position).
+        self.see: Probe = see or unchanged
 
     def step(self, samples: Sequence[Sample], *, audit: bool, observe: Observer) -> dict[str, float]:
         """One RL step; see protocols.Trainer. "train/loss" is what is minimised, entropy bonus and KL included.
@@ -138,16 +139,19 @@ class Trainer:
     def _forward(
         self, samples: Sequence[Sample], model: Qwen3 | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, MicroBatch]:
-        """(logprobs [N], entropy [N], the micro-batch), of the trained model unless another is given."""
+        """(logprobs [N], entropy [N], the micro-batch), of the trained model unless another is given; only the trained
+        model's forward is shown to `see`."""
         model = model or self.model
+        see = self.see if model is self.model else unchanged
         batch = MicroBatch.build(samples, model.shape)
         model.reserve_positions(int(batch.positions.max()) + 1)
         state = PackedState(model.ops, batch.rows)
-        see = self._see if model is self.model else ()
-        hidden = model(batch.ids, batch.positions, state, *see)
-        predicting = hidden.index_select(0, batch.predict)
+        if see is not unchanged:
+            see("rows", batch.rows.owners(torch.arange(len(samples))))
+        hidden = model(batch.ids, batch.positions, state, see)
+        predicting = hidden.index_select(0, see("predicting", batch.predict))
         logprobs, entropy = model.ops.logprobs(predicting, model.head, batch.targets, batch.temperatures)
-        return logprobs, entropy, batch
+        return see("logprob", logprobs), entropy, batch
 
     def _accumulate(
         self,

@@ -215,7 +215,7 @@ def test_A_47_the_configured_dtype_is_the_one_computed_in(dtype, exact):
     settings = load_recipe("tiny", list(recipe.items()))
     engine, trainer = (f(settings, find_model("tiny")) for f in (launch.build_engine, launch.build_trainer))
     found: tuple[dict, dict] = ({}, {})
-    engine._see, trainer._see = ((dtypes_into(f),) for f in found)
+    engine.see, trainer.see = (dtypes_into(f) for f in found)
     with Called() as called:
         samples = roll_out(engine, [request("r", [9, 10, 11], 4)])
         logprobs, _, _ = trainer._forward(samples)
@@ -223,11 +223,11 @@ def test_A_47_the_configured_dtype_is_the_one_computed_in(dtype, exact):
     assert (
         {w.dtype for w in unique_weights(trainer.model)} == {w.dtype for w in unique_weights(engine.model)} == {dtype}
     )
-    residual = {"embed", *(f"layers.{i}.residual" for i in range(4))}
+    bookkeeping = {"ids", "positions", "rows", "predicting", "sample"}
     for side in found:
         assert len(side) > 30
-        assert {side[name] for name in residual} == {dtype}
-        assert {d for name, d in side.items() if name not in residual} == {dtype}
+        assert side.pop("logprob") == F32
+        assert {d for name, d in side.items() if name not in bookkeeping} == {dtype}
     assert logprobs.dtype == F32
     assert samples[0].logprobs.dtype == np.float32
     softmax = [dtypes for name, dtypes in called.ops if "_log_softmax" in name]

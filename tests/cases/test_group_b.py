@@ -191,11 +191,11 @@ def test_B_21_zero_difference_is_a_gate_of_every_change():
 def test_B_21_the_gate_closes_for_one_ulp(op):
     """The gate's own mutation: one element a row, in one op of the engine, is one unit in the last place off."""
     world = World(berry_tokenizer(), SamplingParams(8))
-    world.engine._see = (one_ulp(op),)
+    world.engine.see = one_ulp(op)
     with pytest.raises(ParityError, match="rollout and rescore logprob differ"):
         world.run(1)
     loose = World(berry_tokenizer(), SamplingParams(8), strict=False)
-    loose.engine._see = (one_ulp(op),)
+    loose.engine.see = one_ulp(op)
     (row,) = loose.run(1)
     assert row.metrics["train/logprob_mismatch_tokens"] > 0
     assert 0 < row.metrics["train/train_rollout_logprob_abs_diff"] < 1e-3  # any tolerance would let it pass

@@ -251,3 +251,11 @@ def test_counts_of_samples_and_arrays_must_agree():
     samples = pair()
     with pytest.raises((ParityError, ValueError)):
         oracle(samples).observe("train", 4, samples, copies(samples)[:1])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_step_has_one_weight_version(strict):
+    """Samples of another version could only be left uncompared, one by one."""
+    samples = [sample(0, [-1.0]), sample(1, [-2.0], version=3)]
+    with pytest.raises(ParityError, match=r"sample p#1 was rolled out at weight version 3, sample p#0 .* at 4"):
+        oracle(samples, strict=strict)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from exactrl.contract import noise_key
-from exactrl.errors import NonFiniteError, UsageError
+from exactrl.errors import NonFiniteError, ParityError, UsageError
 from exactrl.rl.rollout import Draw, assign_rewards, rollout
 from exactrl.types import Completion, EngineStats, Group, Prompt, Sample, SamplingParams
 
@@ -87,6 +87,16 @@ def test_every_part_of_a_draw_changes_the_noise(changes):
         rollout(engine, PROMPTS, 2, SamplingParams(4), draw, FakeTask(), lambda *a: None)
         keys += [r.noise_key for r in engine.requests]
     assert len(set(keys)) == 8
+
+
+def test_two_responses_with_the_same_noise_are_refused(monkeypatch):
+    """They would be one response twice; greedy ones need no noise."""
+    monkeypatch.setattr("exactrl.rl.rollout.noise_key", lambda *parts: 7)
+    engine, draw = FakeEngine(), Draw(0, "train", 1)
+    with pytest.raises(ParityError, match=r"requests 'a#0' and 'a#1' have the same noise key 0x0{15}7"):
+        rollout(engine, PROMPTS, 2, SamplingParams(4), draw, FakeTask(), lambda *a: None)
+    assert engine.requests == []
+    rollout(engine, PROMPTS, 1, SamplingParams(4, 0.0), draw, FakeTask(), lambda *a: None)
 
 
 FAILURES = [RuntimeError("broken"), float("nan"), float("inf"), "0.5", None]
