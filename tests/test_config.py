@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from exactrl.config import Config, describe, find_recipe, load_recipe, make_config, to_toml
 from exactrl.config.algorithms import ALGORITHM_RULES
-from exactrl.config.settings import FIELDS
 from exactrl.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -55,8 +54,9 @@ def test_config_is_frozen():
         config.train.lr = 1.0
 
 
-def test_bundled_recipe_and_its_copy_are_equal():
-    assert find_recipe("tiny").read_bytes() == (ROOT / "recipes" / "tiny.toml").read_bytes()
+@pytest.mark.parametrize("name", ["tiny", "tiny_sft"])
+def test_bundled_recipe_and_its_copy_are_equal(name):
+    assert find_recipe(name).read_bytes() == (ROOT / "recipes" / f"{name}.toml").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["tiny", "bundled:tiny", "recipes/tiny.toml"])
@@ -162,7 +162,7 @@ def test_refusal_names_key_value_and_what_is_allowed(name, value, allowed):
         ("rollout.temprature", "rollout.temperature"),
         ("rollout.lr", "train.lr"),
         ("rolout.seed", "rollout.seed"),
-        ("train.learning_rate", "[train] has: backend"),
+        ("train.learning_rate", "[train] has: lr"),
         ("nothing.at_all", "sections are: model"),
     ],
 )
@@ -229,7 +229,7 @@ def test_every_algorithm_parses_by_its_name_alone(name):
         ({"algorithm": "gspo", "dual_clip": 3.0}, "train.dual_clip = 3.0 makes no sense with gspo"),
         ({"algorithm": "cispo", "dual_clip": 3.0}, "train.dual_clip = 3.0 makes no sense with cispo"),
         ({"overlong_cache": 9}, "longer than the longest response (rollout.max_new_tokens 8)"),
-        ({"warmup_steps": 3}, "leaves none of the 3 steps"),
+        ({"warmup_steps": 3}, "leaves none of the run's 3 steps"),
         ({"min_lr_ratio": 0.1}, 'has no meaning with train.lr_schedule = "constant"'),
     ],
 )
@@ -298,7 +298,7 @@ def test_unreadable_recipe_names_file_and_line(content, expected, tmp_path):
 
 
 def test_missing_recipe_names_the_bundled_ones(tmp_path):
-    with pytest.raises(ConfigError, match=r"does not exist \(bundled recipes: tiny\)"):
+    with pytest.raises(ConfigError, match=r"does not exist \(bundled recipes: tiny, tiny_sft\)"):
         load_recipe("tinny")
     with pytest.raises(ConfigError, match="is a folder"):
         load_recipe(tmp_path)
@@ -352,7 +352,7 @@ def test_toml_loads_back_through_a_file(tmp_path):
 
 
 def test_every_setting_is_described():
-    assert [row.key for row in describe()] == list(FIELDS)
+    assert [row.key for row in describe()] == list(Config.settings())
     assert all(row.help.endswith(".") and row.allowed for row in describe())
 
 
