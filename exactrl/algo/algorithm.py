@@ -53,12 +53,14 @@ Loss = Callable[[TokenBatch, float, float], tuple[torch.Tensor, dict[str, torch.
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """`min_group`: groups of fewer samples have no advantage."""
+    """`min_group`: groups of fewer samples have no advantage. `needs_old_logprobs`: whether the loss reads them; where
+    not, samples need none and TokenBatch.old_logprobs is empty."""
 
     name: str
     advantages: Advantages
     loss: Loss
     min_group: int = 2
+    needs_old_logprobs: bool = True
 
 
 def ppo(
