@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from exactrl.errors import EnvironmentProblem, NonFiniteError, UsageError
+from exactrl.errors import EnvironmentProblem, ExactRLError, Interrupted, NonFiniteError, UsageError
 from exactrl.types import Group, Sample
 
 
@@ -27,7 +28,7 @@ class RunFolder:
         if (metrics.is_file() and metrics.stat().st_size) or (path / "checkpoints").exists():
             raise UsageError(f"{path} already holds a run; choose another --out, or move it away (nothing was changed)")
         try:
-            (path / "samples").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             self._metrics = metrics.open("w", encoding="utf-8")
             (path / "failure.json").unlink(missing_ok=True)
         except OSError as error:
@@ -38,6 +39,7 @@ class RunFolder:
         target = self.path / name
         temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
         try:
+            target.parent.mkdir(exist_ok=True)
             with temporary.open("w", encoding="utf-8") as f:
                 f.write(text)
                 f.flush()
@@ -71,6 +73,25 @@ class RunFolder:
         """failure.json: why the run ended early. The report's verdict reads it."""
         value = {"type": type(error).__name__, "message": str(error), "after_step": after_step}
         self.write_json("failure.json", value)
+
+    @contextmanager
+    def recorded(
+        self, summary: Mapping[str, Any], steps: int, report: Callable[[Path], object] = lambda path: None
+    ) -> Iterator[None]:
+        """Around a run: what ends it early is written to failure.json and `report` is called; Ctrl-C becomes
+        Interrupted. summary["steps"] counts finished steps. Closes metrics.jsonl."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(ExactRLError):  # a full disk must not hide why the run ended
+                self.write_failure(error, after_step=summary["steps"])
+                report(self.path)
+            if isinstance(error, KeyboardInterrupt):
+                message = f"interrupted after step {summary['steps']} of {steps}; see {self.path}"
+                raise Interrupted(message) from error
+            raise
+        finally:
+            self.close()
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step:06d}"
