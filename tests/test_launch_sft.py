@@ -71,7 +71,7 @@ def test_metrics(run):
     per_epoch = [sum(row["train/num_tokens"] for row in rows[i : i + 3]) for i in (0, 3)]
     assert per_epoch[0] == per_epoch[1]
     assert rows[2]["train/num_tokens"] < rows[0]["train/num_tokens"] / 2
-    assert rows[5]["eval/rest/loss"] < rows[0]["eval/rest/loss"], "the first row holds the loss before any update"
+    assert rows[5]["eval/rest/loss"] < rows[0]["eval/rest/loss"]
     assert (events.steps, events.end) == (rows, summary)
     assert {phase for phase, _, _ in events.phases} == {"train", "eval"}
 
@@ -103,6 +103,8 @@ def test_the_first_loss_is_that_of_the_rows(run):
     scores = np.concatenate(trainer.score(batch)).astype(np.float64)
     assert len(scores) == rows[0]["train/num_tokens"] == sum(len(e.text) + 1 for e in batch)  # one token per character
     assert rows[0]["train/loss"] == pytest.approx(-scores.mean(), rel=1e-6)
+    held_out = np.concatenate(trainer.score(launch_sft.load_rows(config, folder)["rest"].examples)).astype(np.float64)
+    assert rows[0]["eval/rest/loss"] == pytest.approx(-held_out.mean(), rel=1e-6), "before any update"
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(run, tmp_path):
