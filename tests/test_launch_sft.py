@@ -279,6 +279,15 @@ def test_every_setting_of_the_trainer_arrives(tmp_path):
         assert (trainer.model.ops.exact, trainer.model.dtype, trainer.model.leaves) == (exact, torch.float32, 4)
 
 
+def test_the_bundled_recipe_lowers_the_held_out_loss(tmp_path):
+    """Half of its epochs; what the whole run reaches stands in the recipe."""
+    exactrl.sft(load_sft_recipe("tiny_sft", [("run.epochs", "2"), ("run.out", str(tmp_path / "r"))]))
+    rows = metrics_of(tmp_path / "r")
+    assert [row["step"] for row in rows if "eval/rest/loss" in row] == [1, 7, 14]
+    assert 0.03 < rows[0]["eval/rest/loss"] < 0.07
+    assert rows[-1]["eval/rest/loss"] < 0.5 * rows[0]["eval/rest/loss"]
+
+
 def test_plain_kernels_learn_too(run, tmp_path):
     exactrl.sft(micro(tmp_path / "r", contract__true_on_policy="false"))
     for plain, exact in zip(metrics_of(tmp_path / "r"), run[1], strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exactrl.errors import DataError
-from exactrl.tasks.fields import UniqueIds, text_of, text_or_number
+from exactrl.tasks.fields import Fields
 from exactrl.tasks.files import Row, read_rows
 from exactrl.tasks.tokenizer import Tokenizer
 from exactrl.types import Prompt
@@ -43,10 +43,14 @@ def load_prompts(
     if overlong_prompts not in ("error", "filter"):
         raise DataError(f"data.overlong_prompts must be 'error' or 'filter', not {overlong_prompts!r}")
     prompts: list[Prompt] = []
-    ids = UniqueIds(id_key)
+    fields = Fields(prompt_key, label_key, id_key)
+    seen: dict[str, str] = {}
     num_filtered = 0
     for row in read_rows(spec):
-        prompt = _prompt(row, tokenizer, ids, prompt_key, label_key)
+        prompt = _prompt(row, tokenizer, fields)
+        if prompt.id in seen:
+            raise DataError(f"{row.where}, key {id_key!r}: id {prompt.id!r} was already used at {seen[prompt.id]}")
+        seen[prompt.id] = row.where
         if max_prompt_tokens is None or len(prompt.token_ids) <= max_prompt_tokens:
             prompts.append(prompt)
         elif overlong_prompts == "filter":
@@ -61,16 +65,13 @@ def load_prompts(
     return LoadedPrompts(prompts, num_filtered)
 
 
-def _prompt(row: Row, tokenizer: Tokenizer, ids: UniqueIds, prompt_key: str, label_key: str) -> Prompt:
-    text = text_of(row, prompt_key, "prompt")
-    label = text_or_number(row, label_key) if label_key else ""
-    row_id = ids.of(row)
+def _prompt(row: Row, tokenizer: Tokenizer, fields: Fields) -> Prompt:
+    text, label = fields.prompt(row), fields.label(row)
+    row_id = fields.id(row) or str(row.index)
     token_ids = tuple(tokenizer.encode(text))
     if not token_ids:
-        raise DataError(f"{row.where}, key {prompt_key!r}: the prompt has no tokens")
-    used = {prompt_key, label_key, ids.key}
-    metadata = {key: value for key, value in row.value.items() if key not in used}
-    return Prompt(id=row_id, text=text, token_ids=token_ids, label=label, metadata=metadata)
+        raise DataError(f"{row.where}, key {fields.prompt_key!r}: the prompt has no tokens")
+    return Prompt(id=row_id, text=text, token_ids=token_ids, label=label, metadata=fields.metadata(row))
 
 
 def deduplicate(prompts: Sequence[Prompt]) -> list[Prompt]:

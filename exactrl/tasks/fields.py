@@ -1,4 +1,4 @@
-"""Values of a row by key: looked up, checked, every fault named by file, row and key."""
+"""A row's values by key: which columns hold them, and what they may be. Every fault is named by file, row and key."""
 
 from __future__ import annotations
 
@@ -11,51 +11,61 @@ from exactrl.tasks.files import Row
 _ABSENT = object()
 
 
-class UniqueIds:
-    """The ids of a data set: the column `key`, or the row's number in the file (from 0, before slicing) where that is
-    empty."""
+class Fields:
+    """Reads rows. A key may be a dotted path into nested objects (`reward_model.ground_truth`)."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self._seen: dict[str, str] = {}
+    def __init__(self, prompt_key: str, label_key: str, id_key: str) -> None:
+        self.prompt_key = prompt_key
+        self.label_key = label_key
+        self.id_key = id_key
 
-    def of(self, row: Row) -> str:
-        """Raises DataError for an id that is empty or was used before."""
-        name = text_or_number(row, self.key) if self.key else str(row.index)
-        if not name:
-            raise DataError(f"{row.where}, key {self.key!r}: an id must not be empty")
-        if name in self._seen:
-            raise DataError(f"{row.where}, key {self.key!r}: id {name!r} was already used at {self._seen[name]}")
-        self._seen[name] = row.where
-        return name
+    def prompt(self, row: Row) -> str:
+        return text_of(row, self.prompt_key, "prompt")
+
+    def label(self, row: Row) -> str:
+        """The label as text; "" without a label key."""
+        return _text_or_number(row, self.label_key) if self.label_key else ""
+
+    def id(self, row: Row) -> str | None:
+        """The id as text; None without an id key: the row's number then is its id."""
+        if not self.id_key:
+            return None
+        text = _text_or_number(row, self.id_key)
+        if not text:
+            raise DataError(f"{row.where}, key {self.id_key!r}: an id must not be empty")
+        return text
+
+    def metadata(self, row: Row) -> dict[str, Any]:
+        used = {self.prompt_key, self.label_key, self.id_key}
+        return {key: value for key, value in row.value.items() if key not in used}
 
 
 def text_of(row: Row, key: str, what: str) -> str:
     """A text that is not empty; `what` names it in messages ("prompt")."""
-    value = lookup(row, key)
+    value = _lookup(row, key)
     if isinstance(value, list):
         raise DataError(
             f"{row.where}, key {key!r}: the {what} is a list of chat messages; chat templates need "
             f"data.apply_chat_template, which is not available yet: use {what}s that are plain strings"
         )
     if not isinstance(value, str):
-        raise DataError(f"{row.where}, key {key!r}: a {what} must be a string, not {kind(value)}")
+        raise DataError(f"{row.where}, key {key!r}: a {what} must be a string, not {_kind(value)}")
     if not value:
         raise DataError(f"{row.where}, key {key!r}: the {what} is empty")
-    check_unicode(row, key, value)
+    _check_unicode(row, key, value)
     return value
 
 
-def text_or_number(row: Row, key: str) -> str:
-    value = lookup(row, key)
+def _text_or_number(row: Row, key: str) -> str:
+    value = _lookup(row, key)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{row.where}, key {key!r}: must be a string or a number, not {kind(value)}")
+        raise DataError(f"{row.where}, key {key!r}: must be a string or a number, not {_kind(value)}")
     text = str(value)
-    check_unicode(row, key, text)
+    _check_unicode(row, key, text)
     return text
 
 
-def lookup(row: Row, key: str) -> Any:
+def _lookup(row: Row, key: str) -> Any:
     """The value of a key, or of a dotted path where no column has that very name."""
     value: Any = row.value.get(key, _ABSENT)
     if value is _ABSENT:
@@ -68,11 +78,11 @@ def lookup(row: Row, key: str) -> Any:
     return value
 
 
-def check_unicode(row: Row, key: str, text: str) -> None:
+def _check_unicode(row: Row, key: str, text: str) -> None:
     """JSON can spell half a surrogate pair, which no tokenizer, hash or file can take."""
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise DataError(f"{row.where}, key {key!r}: holds half a surrogate pair (\\ud800 to \\udfff alone)")
 
 
-def kind(value: object) -> str:
+def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exactrl.errors import DataError
-from exactrl.tasks.fields import UniqueIds, text_of
+from exactrl.tasks.fields import Fields, text_of
 from exactrl.tasks.files import Row, read_rows
 from exactrl.tasks.task import epoch_order
 from exactrl.tasks.tokenizer import Tokenizer
@@ -53,11 +53,16 @@ def load_examples(
             "the model names no end token (eos_token_id in generation_config.json or config.json); name one there, or "
             "set data.append_eos = false"
         )
-    ids = UniqueIds(id_key)
+    fields = Fields(prompt_key, "", id_key)
+    seen: dict[str, str] = {}
     examples: list[Sample] = []
     num_filtered = 0
     for row in read_rows(spec):
-        example = _example(row, tokenizer, ids.of(row), prompt_key, response_key, append_eos)
+        example = _example(row, tokenizer, fields, response_key, append_eos)
+        name = example.prompt_id
+        if name in seen:
+            raise DataError(f"{row.where}, key {id_key!r}: id {name!r} was already used at {seen[name]}")
+        seen[name] = row.where
         size = len(example.prompt_token_ids) + len(example.token_ids)
         if max_tokens is None or size <= max_tokens:
             examples.append(example)
@@ -73,14 +78,14 @@ def load_examples(
     return LoadedExamples(examples, num_filtered)
 
 
-def _example(row: Row, tokenizer: Tokenizer, name: str, prompt_key: str, response_key: str, append_eos: bool) -> Sample:
+def _example(row: Row, tokenizer: Tokenizer, fields: Fields, response_key: str, append_eos: bool) -> Sample:
     response = text_of(row, response_key, "response")
-    prompt_ids = _ids(row, prompt_key, text_of(row, prompt_key, "prompt"), tokenizer)
+    prompt_ids = _ids(row, fields.prompt_key, fields.prompt(row), tokenizer)
     response_ids = _ids(row, response_key, response, tokenizer)
     if append_eos and response_ids[-1] not in tokenizer.eos_ids:
         response_ids.append(tokenizer.eos_ids[0])
     return Sample(
-        prompt_id=name,
+        prompt_id=fields.id(row) or str(row.index),
         sample_index=0,
         prompt_token_ids=tuple(prompt_ids),
         token_ids=response_ids,
