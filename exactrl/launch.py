@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from exactrl.config import Config, SftConfig, to_toml
 from exactrl.config.algorithms import aggregation_of
 from exactrl.contract import CONTRACTS, Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
-from exactrl.errors import ConfigError, EnvironmentProblem, ModelError
+from exactrl.errors import ConfigError, EnvironmentProblem, ExactRLError, Interrupted, ModelError
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model, save_model
 from exactrl.model.qwen3 import Qwen3, require_leaves_divide
@@ -192,25 +192,27 @@ def train(config: Config, events: Events | None = None) -> dict[str, Any]:
             save_model(trainer.model, out.checkpoint_path(result.step), companions=folder, masters=True)
             out.prune_checkpoints(config.run.keep_checkpoints)
 
-    # a run that parity stopped says so on its page
-    with out.recorded(summary, config.run.steps, write_report), few_threads(config.contract.true_on_policy, trainer):
+    threads = torch.get_num_threads()
+    if config.contract.true_on_policy and sum(p.numel() for p in trainer.parameters) < SMALL_MODEL:
+        torch.set_num_threads(1)
+    try:
         algorithm = get_algorithm(config.train.algorithm)
         loop.run(settings, engine, trainer, task, algorithm, oracle, sync, on_step, events.on_progress)
+    except BaseException as error:
+        with suppress(ExactRLError):  # a full disk must not hide why the run ended
+            out.write_failure(error, after_step=summary["steps"])
+            write_report(out.path)  # a run that parity stopped says so on its page
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(
+                f"interrupted after step {summary['steps']} of {config.run.steps}; see {out.path}"
+            ) from error
+        raise
+    finally:
+        torch.set_num_threads(threads)
+        out.close()
     summary |= {"seconds": time.perf_counter() - begin, "report": str(write_report(out.path))}
     events.on_end(summary)
     return summary
-
-
-@contextmanager
-def few_threads(exact: bool, trainer: Trainer) -> Iterator[None]:
-    """One torch thread for a small model with exact ops; see SMALL_MODEL."""
-    threads = torch.get_num_threads()
-    if exact and sum(p.numel() for p in trainer.parameters) < SMALL_MODEL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def plan(config: Config) -> dict[str, Any]:

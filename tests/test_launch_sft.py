@@ -78,7 +78,13 @@ def test_metrics(run):
 
 def test_run_folder(run):
     out, rows, summary, _ = run
-    assert {p.name for p in out.iterdir()} == {"config.toml", "environment.json", "metrics.jsonl", "checkpoints"}
+    assert {p.name for p in out.iterdir()} == {
+        "config.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "samples",
+    }
     config = load_sft_recipe(out / "config.toml")
     assert (config.run.epochs, config.train.batch_size) == (2, 3)
     data = json.loads((out / "environment.json").read_text())["data"]

@@ -314,19 +314,19 @@ def _overlong_fits(cache: int, max_new_tokens: int) -> str:
     )
 
 
-def warmup_ends(warmup: int, steps: int) -> str:
+def _warmup_ends(warmup: int, steps: int) -> str:
     if warmup < steps:
         return ""
     return f"train.warmup_steps = {warmup} leaves none of the run's {steps} steps at the full learning rate"
 
 
-def minimum_is_used(schedule: str, ratio: float) -> str:
+def _minimum_is_used(schedule: str, ratio: float) -> str:
     if schedule != "constant" or ratio == 0:
         return ""
     return f'train.min_lr_ratio = {ratio} has no meaning with train.lr_schedule = "constant"; use "linear" or "cosine"'
 
 
-def eval_has_data(every: int, tables: Mapping[str, str]) -> str:
+def _eval_has_data(every: int, tables: Mapping[str, str]) -> str:
     if every == 0 or tables:
         return ""
     return f"run.eval_every = {every} but data.eval is empty; name a held-out set in [data.eval] or use 0"
@@ -340,9 +340,9 @@ _RULES: Rules = {
     ("train.algorithm", "train.dual_clip"): dual_clip_fits,
     ("train.entropy_coef", "contract.true_on_policy"): _entropy_has_gradient,
     ("train.overlong_cache", "rollout.max_new_tokens"): _overlong_fits,
-    ("train.warmup_steps", "run.steps"): warmup_ends,
-    ("train.lr_schedule", "train.min_lr_ratio"): minimum_is_used,
-    ("run.eval_every", "data.eval"): eval_has_data,
+    ("train.warmup_steps", "run.steps"): _warmup_ends,
+    ("train.lr_schedule", "train.min_lr_ratio"): _minimum_is_used,
+    ("run.eval_every", "data.eval"): _eval_has_data,
 }
 
 

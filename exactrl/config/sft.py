@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from exactrl.config.settings import (
+    Config,
     ContractConfig,
     Count,
     ModelConfig,
@@ -17,9 +18,6 @@ from exactrl.config.settings import (
     Tables,
     Text,
     Whole,
-    eval_has_data,
-    minimum_is_used,
-    warmup_ends,
 )
 
 
@@ -77,8 +75,13 @@ def _one_length(steps: int, epochs: int) -> str:
     return f"run.steps = {steps} and run.epochs = {epochs} {what}; exactly one says how long the run is"
 
 
-def _warmup_ends(warmup: int, steps: int) -> str:
-    return warmup_ends(warmup, steps) if steps else ""  # with run.epochs, the length is known when the rows are read
+def warmup_ends(warmup: int, steps: int) -> str:
+    """Steps 0 (run.epochs decides) pass: the length is known when the rows are read."""
+    return Config.rules["train.warmup_steps", "run.steps"](warmup, steps) if steps else ""
+
+
+# Rules that an RL run has, too.
+_SHARED = (("train.lr_schedule", "train.min_lr_ratio"), ("run.eval_every", "data.eval"))
 
 
 class SftConfig(Recipe):
@@ -87,9 +90,8 @@ class SftConfig(Recipe):
     command = "sft"
     rules = {  # noqa: RUF012 (pydantic takes the annotation from Recipe)
         ("run.steps", "run.epochs"): _one_length,
-        ("train.warmup_steps", "run.steps"): _warmup_ends,
-        ("train.lr_schedule", "train.min_lr_ratio"): minimum_is_used,
-        ("run.eval_every", "data.eval"): eval_has_data,
+        ("train.warmup_steps", "run.steps"): warmup_ends,
+        **{keys: Config.rules[keys] for keys in _SHARED},
     }
 
     model: SftModelConfig

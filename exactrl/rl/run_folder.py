@@ -28,7 +28,7 @@ class RunFolder:
         if (metrics.is_file() and metrics.stat().st_size) or (path / "checkpoints").exists():
             raise UsageError(f"{path} already holds a run; choose another --out, or move it away (nothing was changed)")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            (path / "samples").mkdir(parents=True, exist_ok=True)
             self._metrics = metrics.open("w", encoding="utf-8")
             (path / "failure.json").unlink(missing_ok=True)
         except OSError as error:
@@ -39,7 +39,6 @@ class RunFolder:
         target = self.path / name
         temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
         try:
-            target.parent.mkdir(exist_ok=True)
             with temporary.open("w", encoding="utf-8") as f:
                 f.write(text)
                 f.flush()
