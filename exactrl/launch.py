@@ -27,8 +27,10 @@ from exactrl.parity.oracle import Oracle
 from exactrl.parity.subject import Subject
 from exactrl.report import write_report
 from exactrl.rl import loop
+from exactrl.rl.collect import Collecting
 from exactrl.rl.environment import environment
 from exactrl.rl.run_folder import RunFolder
+from exactrl.rl.shaping import Shaping
 from exactrl.sync.memory import sync
 from exactrl.tasks.data import deduplicate, load_prompts
 from exactrl.tasks.rewards import resolve_reward
@@ -109,7 +111,7 @@ def _require_servable(engine: NativeEngine, task: DataTask, settings: loop.Plan)
     """Raises RequestError, before a run folder exists, when the longest prompt could never be served."""
     prompts = [*task.all_train_prompts(), *(p for table in task.eval_prompts().values() for p in table)]
     longest = max(prompts, key=lambda p: len(p.token_ids))
-    engine.require_servable(Request(longest.id, longest.token_ids, settings.sampling))
+    engine.require_servable(Request(longest.id, longest.token_ids, settings.collecting.sampling))
 
 
 def check_command(config: Config) -> str:
@@ -142,18 +144,39 @@ def build_trainer(config: Config, folder: Path) -> Trainer:
         model, get_algorithm(t.algorithm, t.dual_clip), lr=t.lr, betas=t.betas, weight_decay=t.weight_decay,
         grad_clip=t.grad_clip, minibatches=t.minibatches, max_tokens_per_microbatch=t.max_tokens_per_microbatch,
         loss_aggregation=aggregation_of(t.algorithm, t.loss_aggregation), clip_low=t.clip_low, clip_high=t.clip_high,
+        kl_coef=t.kl_coef if t.kl_in == "loss" else 0.0, kl_estimator=t.kl_estimator,
+        reference=build_reference(config, model) if t.kl_coef else None,
         entropy_coef=t.entropy_coef, max_new_tokens=config.rollout.max_new_tokens, lr_at=lr_at,
         recompute_old_logprobs=not config.contract.true_on_policy,
     )  # fmt: skip
 
 
+def build_reference(config: Config, policy: Qwen3) -> Qwen3:
+    """The frozen reference policy, under the same contract. Raises ModelError for one of another vocabulary."""
+    folder = find_model(config.train.reference or config.model.path)
+    reference = load_model(folder, policy.ops, policy.dtype, trainable=False)
+    if reference.config.vocab_size != policy.config.vocab_size:
+        raise ModelError(
+            f"{folder}: the reference policy has {reference.config.vocab_size} vocabulary entries, the policy "
+            f"{policy.config.vocab_size}; their logprobs cannot be compared"
+        )
+    return reference
+
+
 def loop_plan(config: Config, stop_token_ids: tuple[int, ...]) -> loop.Plan:
-    r, run = config.rollout, config.run
+    r, t, run = config.rollout, config.train, config.run
     return loop.Plan(
-        steps=run.steps, prompts_per_step=r.prompts_per_step, samples_per_prompt=r.samples_per_prompt,
-        sampling=SamplingParams(r.max_new_tokens, r.temperature, stop_token_ids), seed=r.seed,
-        audit_every=run.audit_every, eval_every=run.eval_every, on_reward_error=config.reward.on_error,
-        overlong_cache=config.train.overlong_cache,
+        steps=run.steps, audit_every=run.audit_every, eval_every=run.eval_every, kl=t.kl_coef > 0,
+        collecting=Collecting(
+            prompts_per_step=r.prompts_per_step, samples_per_prompt=r.samples_per_prompt,
+            sampling=SamplingParams(r.max_new_tokens, r.temperature, stop_token_ids), seed=r.seed,
+            on_reward_error=config.reward.on_error,
+            max_rounds=t.max_sampling_rounds if t.dynamic_sampling else 1,
+        ),
+        shaping=Shaping(
+            max_length=r.max_new_tokens, overlong_cache=t.overlong_cache, overlong_filter=t.overlong_filter,
+            kl_in_reward=t.kl_coef if t.kl_in == "reward" else 0.0, kl_estimator=t.kl_estimator,
+        ),
     )  # fmt: skip
 
 
@@ -236,6 +259,7 @@ def plan(config: Config) -> dict[str, Any]:
             "backend": config.train.backend, "master_dtype": "float32", "compute_dtype": config.model.dtype,
             "old_logprobs": "the rollout's own (no extra pass)" if exact else "recomputed before each update",
             "algorithm": config.train.algorithm,
+            "reference": (config.train.reference or config.model.path) if config.train.kl_coef else "none",
             "loss_aggregation": aggregation_of(config.train.algorithm, config.train.loss_aggregation),
             "samples_per_step": samples, "minibatch_size": samples // config.train.minibatches,
         },

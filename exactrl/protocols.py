@@ -53,6 +53,10 @@ class Trainer(Protocol):
         """Logprobs of every response token under the current weights, at each sample's own temperature."""
         ...
 
+    def score_reference(self, samples: Sequence[Sample]) -> list[LogprobArray]:
+        """The same under the frozen reference policy. Raises UsageError where there is none."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Compute weights under their Hugging Face names, in model order."""
         ...
@@ -65,8 +69,8 @@ class Trainer(Protocol):
 class Task(Protocol):
     """Prompts and rewards."""
 
-    def train_prompts(self, step: int, count: int) -> list[Prompt]:
-        """The prompts of one step; a pure function of the run's seed and `step`."""
+    def train_prompts(self, start: int, count: int) -> list[Prompt]:
+        """Prompts number start to start + count - 1 of an endless sequence that the run's seed fixes."""
         ...
 
     def eval_prompts(self) -> dict[str, list[Prompt]]:

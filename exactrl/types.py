@@ -67,7 +67,10 @@ class Sample:
     """One response to a prompt, exactly as the engine returned it (ids are never re-tokenised).
 
     token_ids, logprobs: the response only, float32 [len(token_ids)]; prompt_token_ids come before them.
-    advantage is one number for the whole response.
+    reward is None until it is known, and stays None where the reward function failed (reward_error says how) and the
+    sample is dropped. advantage is one number for the whole response; token_advantages, float32 [len(token_ids)], take
+    its place where an algorithm gives each token its own. reference_logprobs, float32 [len(token_ids)]: those of the
+    reference policy. in_loss: False keeps the sample out of the loss; its tokens are compared like all others.
     """
 
     prompt_id: str
@@ -80,8 +83,12 @@ class Sample:
     temperature: float
     text: str | None = None
     label: str = ""
-    reward: float = 0.0
+    reward: float | None = None
+    reward_error: str = ""
     advantage: float = 0.0
+    token_advantages: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+    in_loss: bool = True
 
     @property
     def name(self) -> str:

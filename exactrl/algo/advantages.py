@@ -62,12 +62,35 @@ def rloo_advantages(groups: Sequence[ArrayLike]) -> list[Values]:
 def reinforce_pp_advantages(groups: Sequence[ArrayLike]) -> list[Values]:
     """(r - mean) / (std + 1e-6) over all samples of the step; groups play no part and may hold one sample.
 
-    Source: REINFORCE++, arXiv:2501.03262, global advantage normalisation, without its penalty per token (no reference
-    policy). One advantage per response, so mean and standard deviation (divisor: samples - 1) are over responses;
-    frameworks that spread advantages over tokens first weigh responses by their length.
+    Source: REINFORCE++, arXiv:2501.03262, global advantage normalisation. Mean and standard deviation (divisor:
+    samples - 1) are over responses; frameworks that spread advantages over tokens first weigh responses by their
+    length. With a penalty per token see `reinforce_pp_token_advantages`.
     """
     checked = [_checked(rewards, f"group {i}", 1) for i, rewards in enumerate(groups)]
     return _split(grpo_advantages(np.concatenate([*checked, ()]), "the whole step"), checked)
+
+
+def reinforce_pp_token_advantages(
+    groups: Sequence[ArrayLike], penalties: Sequence[Sequence[Values]]
+) -> list[list[Values]]:
+    """REINFORCE++ with a penalty in the reward: (R_t - mean R_0) / (std R_0 + 1e-6), R_t = r - penalties from t on.
+
+    `groups` are rewards, `penalties` float64 [length] for each response; gives float64 [length] for each. Source:
+    arXiv:2501.03262, eq. 8 (A_t = r - beta x sum of KL from t on). Mean and standard deviation are over responses, of
+    their whole return R_0, so that without penalties this is `reinforce_pp_advantages` at every token.
+    """
+    to_go = [[np.cumsum(p[::-1])[::-1] for p in group] for group in penalties]
+    whole = [
+        _checked(rewards, f"group {i}", 1) - [math.fsum(p) for p in group]
+        for i, (rewards, group) in enumerate(zip(groups, penalties, strict=True))
+    ]
+    flat = _checked(np.concatenate([*whole, ()]), "the whole step")
+    centred = _centred(flat)
+    mean, std = flat[0] - centred[0], _std(centred)  # exactly flat[0] where all are equal
+    return [
+        [(r - left - mean) / (std + EPSILON) for r, left in zip(np.asarray(rewards, np.float64), group, strict=True)]
+        for rewards, group in zip(groups, to_go, strict=True)
+    ]
 
 
 def reinforce_pp_baseline_advantages(groups: Sequence[ArrayLike]) -> list[Values]:

@@ -16,6 +16,7 @@ from exactrl.algo.advantages import (
     grpo_step_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
+    reinforce_pp_token_advantages,
     rloo_advantages,
 )
 from exactrl.algo.cispo import cispo_loss
@@ -47,19 +48,25 @@ class TokenBatch:
 
 # All groups of a step (an algorithm may normalise across them) -> float64 [samples] for each group, in order.
 Advantages = Callable[[Sequence[ArrayLike]], list[NDArray[np.float64]]]
+# Rewards of all groups, penalties float64 [length] of each response -> advantages float64 [length] of each response.
+TokenAdvantages = Callable[
+    [Sequence[ArrayLike], Sequence[Sequence[NDArray[np.float64]]]], list[list[NDArray[np.float64]]]
+]
 # (batch, clip_low, clip_high) -> weighted sum with gradient, and sums for metrics; both add up over micro-batches.
 Loss = Callable[[TokenBatch, float, float], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """`min_group`: groups of fewer samples have no advantage. `needs_old_logprobs`: whether the loss reads them; where
-    not, samples need none and TokenBatch.old_logprobs is empty."""
+    """`min_group`: groups of fewer samples have no advantage. `token_advantages` takes penalties in the reward token by
+    token; where it is None, their sum over a response is taken off its reward. `needs_old_logprobs`: whether the loss
+    reads them; where not, samples need none and TokenBatch.old_logprobs is empty."""
 
     name: str
     advantages: Advantages
     loss: Loss
     min_group: int = 2
+    token_advantages: TokenAdvantages | None = None
     needs_old_logprobs: bool = True
 
 
@@ -92,10 +99,14 @@ _PARTS: dict[str, tuple[Advantages, Loss]] = {
     "reinforce_pp_baseline": (reinforce_pp_baseline_advantages, ppo),
     "gspo": (grpo_step_advantages, gspo),  # arXiv:2507.18071
     "cispo": (grpo_step_advantages, cispo),  # arXiv:2506.13585
-    # arXiv:2503.14476 without its dynamic sampling: mean over tokens, clip_high > clip_low, train.overlong_cache
+    # arXiv:2503.14476: mean over tokens, clip_high > clip_low; train.dynamic_sampling, overlong_cache, overlong_filter
     "dapo": (grpo_step_advantages, ppo),
 }
-ALGORITHMS = {name: Algorithm(name, *parts, ALGORITHM_RULES[name].min_group) for name, parts in _PARTS.items()}
+_TOKEN_ADVANTAGES = {"reinforce_pp": reinforce_pp_token_advantages}
+ALGORITHMS = {
+    name: Algorithm(name, *parts, ALGORITHM_RULES[name].min_group, _TOKEN_ADVANTAGES.get(name))
+    for name, parts in _PARTS.items()
+}
 
 
 def get_algorithm(name: str, dual_clip: float = 0.0) -> Algorithm:

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from sampled tokens. Nothing uses them yet: there is no reference policy.
+"""Estimators of KL(policy || reference) from sampled tokens.
 
 Source: J. Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html. With d = logprob - reference
 logprob of tokens that the policy sampled:

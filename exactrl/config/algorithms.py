@@ -60,6 +60,15 @@ def dual_clip_fits(algorithm: str, dual_clip: float) -> str:
     return f"train.dual_clip = {dual_clip} makes no sense with {algorithm}: {why[algorithm]}; use 0"
 
 
+def equal_rewards_are_empty(algorithm: str, dynamic_sampling: bool) -> str:
+    if not dynamic_sampling or algorithm != "reinforce_pp":
+        return ""
+    return (
+        "train.dynamic_sampling makes no sense with reinforce_pp: its baseline is the mean of the step, so a group of "
+        "equal rewards has a learning signal; use false, or reinforce_pp_baseline"
+    )
+
+
 def clip_is_higher(algorithm: str, clip_low: float, clip_high: float) -> str:
     if algorithm != "dapo" or clip_high > clip_low:
         return ""

@@ -14,6 +14,7 @@ from exactrl.config.algorithms import (
     aggregation_fits,
     clip_is_higher,
     dual_clip_fits,
+    equal_rewards_are_empty,
     group_has_baseline,
 )
 from exactrl.contract import CONTRACTS
@@ -223,7 +224,8 @@ class TrainConfig(OptimizerConfig):
     algorithm: AlgorithmName = Field(
         default="grpo",
         description="How advantages are made from rewards, and the loss. gspo's ratios are means over a response: its "
-        "paper clips at 3e-4 and 4e-4. cispo's paper sets no lower bound: clip_low = 1. dapo has no dynamic sampling.",
+        "paper clips at 3e-4 and 4e-4. cispo's paper sets no lower bound: clip_low = 1. dapo's other parts are "
+        "dynamic_sampling, overlong_cache and overlong_filter.",
     )
     minibatches: Count = Field(default=1, description="Optimizer updates per step; must divide the samples of a step.")
     loss_aggregation: Literal["auto", "token-mean", "sequence-mean", "constant-length"] = Field(
@@ -250,17 +252,35 @@ class TrainConfig(OptimizerConfig):
         description="Before advantages are made, rewards fall linearly by up to 1 over this many last tokens below "
         "`rollout.max_new_tokens` (DAPO); 0 = never. Reported rewards are those before.",
     )
-    kl_coef: Annotated[
-        float,
-        Field(ge=0),
-        _refuse(lambda coef: coef == 0, "the KL penalty needs a reference policy, which is not built yet; use 0"),
-    ] = Field(default=0.0, description="Weight of the KL penalty against the reference policy.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="Estimator of that KL; unused while it is 0."
+    overlong_filter: bool = Field(
+        default=False,
+        description="Leave responses that were cut at `rollout.max_new_tokens` out of the loss (DAPO). Their rewards "
+        "still count for the baseline, their tokens are compared.",
     )
-    dynamic_sampling: Annotated[
-        bool, _refuse(lambda on: not on, "redrawing groups of equal rewards is not built yet; use false")
-    ] = Field(default=False, description="Redraw prompts whose samples all have the same reward.")
+    kl_coef: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Weight of the KL penalty against a frozen reference policy; 0 = none is loaded."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="Estimator of that KL. In the reward only k1 has the gradient of KL on average."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss",
+        description="Where the penalty goes: added to the loss, or subtracted from the reward (token by token with "
+        "reinforce_pp, else summed over the response).",
+    )
+    reference: str = Field(
+        default="", description="Model folder of the reference policy; empty = `model.path`, before any update."
+    )
+    dynamic_sampling: bool = Field(
+        default=False,
+        description="Draw new prompts in place of those whose samples all have the same reward (DAPO), so that a step "
+        "has `rollout.prompts_per_step` groups with a learning signal.",
+    )
+    max_sampling_rounds: Annotated[int, Field(ge=2)] = Field(
+        default=10,
+        description="Rounds of dynamic sampling; after the last a step is made with the groups it has, or the run "
+        "stops where it has none.",
+    )
     tensor_parallel: Annotated[Count, _one_today("tensor parallelism")] = Field(
         default=1, description="Devices per layer."
     )
@@ -314,6 +334,12 @@ def _overlong_fits(cache: int, max_new_tokens: int) -> str:
     )
 
 
+def _reference_is_used(reference: str, coef: float) -> str:
+    if not reference or coef > 0:
+        return ""
+    return f'train.reference = "{reference}" is only read with a KL penalty; set train.kl_coef above 0, or remove it'
+
+
 def _warmup_ends(warmup: int, steps: int) -> str:
     if warmup < steps:
         return ""
@@ -339,6 +365,8 @@ _RULES: Rules = {
     ("train.algorithm", "train.clip_low", "train.clip_high"): clip_is_higher,
     ("train.algorithm", "train.dual_clip"): dual_clip_fits,
     ("train.entropy_coef", "contract.true_on_policy"): _entropy_has_gradient,
+    ("train.algorithm", "train.dynamic_sampling"): equal_rewards_are_empty,
+    ("train.reference", "train.kl_coef"): _reference_is_used,
     ("train.overlong_cache", "rollout.max_new_tokens"): _overlong_fits,
     ("train.warmup_steps", "run.steps"): _warmup_ends,
     ("train.lr_schedule", "train.min_lr_ratio"): _minimum_is_used,

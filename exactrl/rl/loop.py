@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from exactrl.algo.algorithm import Algorithm
-from exactrl.algo.overlong import overlong_penalty
-from exactrl.errors import UsageError
 from exactrl.protocols import RolloutEngine, Task, Trainer
+from exactrl.rl.collect import Collected, Collecting, collect
 from exactrl.rl.rollout import Draw, Progress, assign_rewards, rollout
+from exactrl.rl.shaping import Shaping, has_signal, sample_kl, set_advantages
 from exactrl.types import EngineStats, Group, Sample, SamplingParams
 
 Metrics = dict[str, Any]
@@ -35,26 +35,26 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Settings of the loop: counts per step, sampling, and what happens every how many steps (0: never)."""
+    """Settings of the loop: how groups are collected and rewards shaped, and what happens every how many steps (0:
+    never). kl: whether responses are scored by the reference policy, for a penalty in loss or reward."""
 
     steps: int
-    prompts_per_step: int
-    samples_per_prompt: int
-    sampling: SamplingParams
-    seed: int
+    collecting: Collecting
     audit_every: int
     eval_every: int
-    on_reward_error: str
-    overlong_cache: int = 0
+    shaping: Shaping = field(default_factory=Shaping)
+    kl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`metrics` as in metrics.jsonl; `groups` are the step's samples."""
+    """`metrics` as in metrics.jsonl; `groups` are the step's samples, discarded ones included; `cursor`: prompts drawn
+    since the start of the run."""
 
     step: int
     metrics: Metrics
     groups: list[Group]
+    cursor: int
 
 
 def run(
@@ -75,58 +75,43 @@ def run(
     """
     sync(trainer, engine)
     before = evaluate(plan, 0, engine, task, progress)
+    cursor = 0
     for step in range(1, plan.steps + 1):
         clock = Clock()
-        groups = roll_out_step(plan, step, engine, task, progress)
-        metrics = rollout_metrics(groups, engine.stats)
-        judge.begin([s for g in groups for s in g.samples])
-        failed = assign_rewards(groups, task, plan.on_reward_error)
-        samples = set_advantages(groups, algorithm, plan.sampling.max_new_tokens, plan.overlong_cache)
-        metrics |= reward_metrics(groups, failed)
-        metrics["rollout/dropped_samples"] = metrics["rollout/num_samples"] - len(samples)
+        found = collect(plan.collecting, step, cursor, engine, task, progress)
+        cursor += found.num_prompts
+        judge.begin(found.samples + found.discarded_samples)
+        metrics = rollout_metrics(found, engine.stats)
         clock.lap("perf/rollout_time")
-        progress("train", 0, len(samples))
+        metrics |= score_reference(plan, trainer, found.samples)
+        set_advantages(found.groups, algorithm, plan.shaping)
+        metrics |= loss_metrics(plan, found)
+        progress("train", 0, len(found.samples))
         audit = plan.audit_every > 0 and (step == 1 or step % plan.audit_every == 0)
-        metrics |= trainer.step(samples, audit=audit, observe=judge.observe)
+        if audit and found.discarded:
+            judge.observe("rescore", trainer.version, found.discarded_samples, trainer.score(found.discarded_samples))
+        metrics |= trainer.step(found.samples, audit=audit, observe=judge.observe)
         metrics |= judge.metrics()
         clock.lap("perf/train_time")
         metrics["train/compute_digest"] = sync(trainer, engine)
         metrics["train/weight_digest"] = trainer.master_digest()
         clock.lap("perf/sync_time")
-        metrics |= clock.metrics(samples)
+        metrics |= clock.metrics(found)
         if step == 1 < plan.steps:
             metrics |= before
         elif plan.eval_every and (step % plan.eval_every == 0 or step == plan.steps):
             metrics |= evaluate(plan, step, engine, task, progress)
-        on_step(StepResult(step, {"step": step, **metrics}, groups))
+        on_step(StepResult(step, {"step": step, **metrics}, found.all_groups, cursor))
 
 
-def roll_out_step(plan: Plan, step: int, engine: RolloutEngine, task: Task, progress: Progress) -> list[Group]:
-    engine.stats = EngineStats()
-    prompts = task.train_prompts(step - 1, plan.prompts_per_step)
-    draw = Draw(plan.seed, "train", step)
-    return rollout(engine, prompts, plan.samples_per_prompt, plan.sampling, draw, task, progress)
-
-
-def set_advantages(
-    groups: list[Group], algorithm: Algorithm, max_length: int = 0, overlong_cache: int = 0
-) -> list[Sample]:
-    """Advantages from rewards; returns the samples to train on. Groups that failed rewards left too small are removed.
-
-    Only advantages see the penalty for responses near max_length: `sample.reward` stays the reward function's.
-    Raises UsageError when nothing is left.
-    """
-    least = algorithm.min_group
-    groups[:] = [g for g in groups if len(g.samples) >= least]
-    if not groups:
-        raise UsageError(f"failed rewards left no group its {least} or more samples; nothing can be trained on")
-    advantages = algorithm.advantages(
-        [[s.reward + overlong_penalty(len(s.token_ids), max_length, overlong_cache) for s in g.samples] for g in groups]
-    )
-    for group, values in zip(groups, advantages, strict=True):
-        for sample, value in zip(group.samples, values, strict=True):
-            sample.advantage = float(value)
-    return [s for g in groups for s in g.samples]
+def score_reference(plan: Plan, trainer: Trainer, samples: Sequence[Sample]) -> Metrics:
+    """Gives samples the reference policy's logprobs. `train/kl` is the mean over tokens of the estimate for the policy
+    that sampled; it is exactly 0 before the first update, since both obey the same contract."""
+    if not plan.kl:
+        return {}
+    for sample, logprobs in zip(samples, trainer.score_reference(samples), strict=True):
+        sample.reference_logprobs = logprobs
+    return {"train/kl": float(np.mean(np.concatenate([sample_kl(s, plan.shaping.kl_estimator) for s in samples])))}
 
 
 def evaluate(plan: Plan, step: int, engine: RolloutEngine, task: Task, progress: Progress) -> Metrics:
@@ -136,42 +121,55 @@ def evaluate(plan: Plan, step: int, engine: RolloutEngine, task: Task, progress:
     """
     if not plan.eval_every:
         return {}
-    params = SamplingParams(plan.sampling.max_new_tokens, 0.0, plan.sampling.stop_token_ids)
+    c = plan.collecting
+    params = SamplingParams(c.sampling.max_new_tokens, 0.0, c.sampling.stop_token_ids)
     result: Metrics = {}
     begin = time.perf_counter()
     for name, prompts in task.eval_prompts().items():
-        draw = Draw(plan.seed, f"eval/{name}", step)
+        draw = Draw(c.seed, f"eval/{name}", step)
         report = lambda _, done, total: progress("eval", done, total)  # noqa: E731
         groups = rollout(engine, prompts, 1, params, draw, task, report)
-        policy = "stop" if plan.on_reward_error == "stop" else "zero"  # a mean over survivors would flatter
+        policy = "stop" if c.on_reward_error == "stop" else "zero"  # a mean over survivors would flatter
         result[f"eval/{name}/failed_rewards"] = assign_rewards(groups, task, policy)
-        result[f"eval/{name}/mean"] = float(np.mean([s.reward for g in groups for s in g.samples]))
+        result[f"eval/{name}/mean"] = float(np.mean(_rewards(groups)))
     return result | {"perf/eval_time": time.perf_counter() - begin}
 
 
-def rollout_metrics(groups: Sequence[Group], stats: EngineStats) -> Metrics:
-    lengths = [len(s.token_ids) for g in groups for s in g.samples]
-    truncated = [s.finish_reason == "length" for g in groups for s in g.samples]
-    return {
+def rollout_metrics(found: Collected, stats: EngineStats) -> Metrics:
+    """Of all that was sampled, discarded groups included: what the policy does, not what was chosen of it."""
+    samples = [*found.samples, *found.discarded_samples]
+    lengths = [len(s.token_ids) for s in samples]
+    metrics = {
         "rollout/response_len/mean": float(np.mean(lengths)),
         "rollout/response_len/max": max(lengths),
-        "rollout/truncated_ratio": float(np.mean(truncated)),
-        "rollout/num_samples": len(lengths),
+        "rollout/truncated_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "rollout/num_samples": len(samples),
+        "rollout/zero_std_groups": sum(not has_signal(g) for g in found.all_groups),
+        "rollout/failed_rewards": found.failed,
         "rollout/preemptions": stats.preemptions,
         "rollout/prefix_hit_tokens": stats.cached_tokens,
         "rollout/recomputed_tokens": stats.recomputed_tokens,
         "rollout/engine_steps": stats.steps,
     }
+    if rewards := _rewards(found.all_groups):
+        metrics["rollout/raw_reward"] = float(np.mean(rewards))
+    return metrics
 
 
-def reward_metrics(groups: Sequence[Group], failed: int) -> Metrics:
-    rewards = [s.reward for g in groups for s in g.samples]
-    equal = [len({s.reward for s in g.samples}) == 1 for g in groups]
-    return {
-        "rollout/raw_reward": float(np.mean(rewards)),
-        "rollout/zero_std_groups": sum(equal),
-        "rollout/failed_rewards": failed,
-    }
+def _rewards(groups: Sequence[Group]) -> list[float]:
+    return [s.reward for g in groups for s in g.samples if s.reward is not None]
+
+
+def loss_metrics(plan: Plan, found: Collected) -> Metrics:
+    """What was left out of the loss, each reason counted apart; reasons that are switched off are absent."""
+    left_out = [s for s in found.samples if not s.in_loss]
+    cut = [s for s in left_out if plan.shaping.overlong_filter and s.finish_reason == "length"]
+    metrics: Metrics = {"rollout/dropped_samples": len(left_out) - len(cut)}
+    if plan.shaping.overlong_filter:
+        metrics["rollout/overlong_filtered"] = len(cut)
+    if plan.collecting.max_rounds > 1:
+        metrics |= {"rollout/sampling_rounds": found.rounds, "rollout/discarded_groups": len(found.discarded)}
+    return metrics
 
 
 class Clock:
@@ -186,10 +184,10 @@ class Clock:
         self.laps[name] = now - self.last
         self.last = now
 
-    def metrics(self, samples: Sequence[Sample]) -> Metrics:
+    def metrics(self, found: Collected) -> Metrics:
         """Laps, their sum, tokens per second: response tokens rolled out; prompt and response tokens trained on."""
-        response = sum(len(s.token_ids) for s in samples)
-        trained = response + sum(len(s.prompt_token_ids) for s in samples)
+        response = sum(len(s.token_ids) for s in [*found.samples, *found.discarded_samples])
+        trained = sum(len(s.token_ids) + len(s.prompt_token_ids) for s in found.samples)
         return self.laps | {
             "perf/step_time": self.last - self.begin,
             "perf/rollout_tokens_per_sec": response / self.laps["perf/rollout_time"],

@@ -65,12 +65,11 @@ def _sample(prompt: Prompt, index: int, completion: Completion, params: Sampling
 def assign_rewards(groups: Sequence[Group], task: Task, on_error: str) -> int:
     """Sets every sample's reward; returns how many reward calls failed.
 
-    on_error: "stop" raises UsageError naming the sample; "zero" gives it 0; "drop" removes it from its group (a group
-    left with fewer than two samples is removed by the caller). Never a silent 0.
+    on_error: "stop" raises UsageError naming the sample; "zero" gives it 0; "drop" leaves it without a reward, so that
+    it plays no part in baseline and loss. `sample.reward_error` keeps what went wrong. Never a silent 0.
     """
     failed = 0
     for group in groups:
-        kept = []
         for sample in group.samples:
             try:
                 sample.reward = _finite(task.reward(group.prompt, sample), sample)
@@ -78,11 +77,8 @@ def assign_rewards(groups: Sequence[Group], task: Task, on_error: str) -> int:
                 failed += 1
                 if on_error == "stop":
                     raise _described(error, sample) from error
-                sample.reward = 0.0
-                if on_error == "drop":
-                    continue
-            kept.append(sample)
-        group.samples = kept
+                sample.reward = 0.0 if on_error == "zero" else None
+                sample.reward_error = f"{type(error).__name__}: {error}"
     return failed
 
 

@@ -124,6 +124,8 @@ def sample_row(prompt: str, sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "label": sample.label,
         "reward": sample.reward,
+        "reward_error": sample.reward_error or None,
         "advantage": sample.advantage,
+        "in_loss": sample.in_loss,
         "weight_version": sample.weight_version,
     }

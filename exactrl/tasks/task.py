@@ -39,15 +39,15 @@ class DataTask:
         self._shuffle = shuffle
         self._stop_token_ids = tuple(stop_token_ids)
 
-    def train_prompts(self, step: int, count: int) -> list[Prompt]:
-        """Prompts number step·count to step·count + count - 1 of an endless sequence of epochs.
+    def train_prompts(self, start: int, count: int) -> list[Prompt]:
+        """Prompts number start to start + count - 1 of an endless sequence of epochs.
 
         Each epoch is its own permutation of the data set (file order without shuffle), fixed by the seed. A prompt that
-        comes twice in one step, which can happen where two epochs meet, has its epoch added to its id the second time:
+        comes twice in one call, which can happen where two epochs meet, has its epoch added to its id the second time:
         sampling noise depends on (step, id), and the two must not get the same.
         """
         drawn: dict[str, Prompt] = {}
-        for position in range(step * count, (step + 1) * count):
+        for position in range(start, start + count):
             epoch, offset = divmod(position, len(self._train))
             prompt = self._train[self._order(epoch)[offset]]
             while prompt.id in drawn:

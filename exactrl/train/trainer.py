@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from exactrl.algo.algorithm import Algorithm, TokenBatch
-from exactrl.algo.losses import token_weights, weighted_sum
+from exactrl.algo.kl import kl_loss
+from exactrl.algo.losses import counted_only, token_weights, weighted_sum
 from exactrl.errors import ConfigError, UsageError
 from exactrl.model.attention_state import PackedState
 from exactrl.model.qwen3 import Probe, Qwen3
@@ -29,7 +30,8 @@ class Trainer:
     `recompute_old_logprobs` runs that pass, as frameworks without parity must.
 
     `lr_at` gives the learning rate of RL step 1, 2, ...; without it, it is always `lr`. `max_new_tokens` is for the
-    aggregation "constant-length" only.
+    aggregation "constant-length" only. `reference` is a frozen model that `score_reference` scores with; kl_coef weighs
+    the KL to it in the loss, from the reference_logprobs that samples carry.
     """
 
     def __init__(
@@ -47,6 +49,9 @@ class Trainer:
         clip_low: float = 0.2,
         clip_high: float = 0.28,
         entropy_coef: float = 0.0,
+        kl_coef: float = 0.0,
+        kl_estimator: str = "k3",
+        reference: Qwen3 | None = None,
         max_new_tokens: int = 0,
         lr_at: Callable[[int], float] | None = None,
         recompute_old_logprobs: bool = False,
@@ -57,6 +62,7 @@ class Trainer:
         self.clip = (clip_low, clip_high)
         self.grad_clip, self.lr, self.lr_at = grad_clip, lr, lr_at
         self.entropy_coef, self.max_new_tokens = entropy_coef, max_new_tokens
+        self.kl_coef, self.kl_estimator, self.reference = kl_coef, kl_estimator, reference
         self.recompute_old_logprobs = recompute_old_logprobs
         self.parameters = [w.master for w in unique_weights(model) if w.master is not None]
         if not self.parameters:
@@ -67,8 +73,10 @@ class Trainer:
         self._see = (see,) if see else ()
 
     def step(self, samples: Sequence[Sample], *, audit: bool, observe: Observer) -> dict[str, float]:
-        """One RL step; see protocols.Trainer. "train/loss" is what is minimised, entropy bonus included.
+        """One RL step; see protocols.Trainer. "train/loss" is what is minimised, entropy bonus and KL included.
 
+        A sample that is not `in_loss` goes through the forward, so that its tokens are compared, with weight 0. A
+        minibatch of such samples alone makes no optimizer update: momentum and weight decay rest, too.
         Raises UsageError when the samples hold no response token.
         """
         self._set_lr()
@@ -82,19 +90,29 @@ class Trainer:
             raise UsageError(f"{len(samples)} samples are left for train.minibatches = {self.minibatches}")
         for part in np.array_split(np.arange(len(samples)), self.minibatches):
             self._accumulate(part.tolist(), samples, old, observe, sums)
-            norms.append(clip_gradients(self.parameters, self.grad_clip))
-            self.optimizer.step()
+            if any(samples[i].in_loss for i in part):
+                norms.append(clip_gradients(self.parameters, self.grad_clip))
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             refresh(self.model)
             self.version += 1
         return self._metrics(sums, norms)
 
-    @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[LogprobArray]:
         """float32 logprobs of every response token, one array per sample, without gradient."""
+        return self._score(self.model, samples)
+
+    def score_reference(self, samples: Sequence[Sample]) -> list[LogprobArray]:
+        """`score` under the frozen reference policy: the same contract, the samples' own temperatures."""
+        if self.reference is None:
+            raise UsageError("this trainer has no reference policy to score with")
+        return self._score(self.reference, samples)
+
+    @torch.no_grad()
+    def _score(self, model: Qwen3, samples: Sequence[Sample]) -> list[LogprobArray]:
         result: list[LogprobArray] = []
         for indices in pack(samples, self.budget):
-            logprobs, _, batch = self._forward([samples[i] for i in indices])
+            logprobs, _, batch = self._forward(model, [samples[i] for i in indices])
             result += _split(logprobs, batch)
         return result
 
@@ -119,14 +137,15 @@ class Trainer:
             return [np.zeros(0, np.float32)] * len(samples)
         return self.score(samples) if self.recompute_old_logprobs else [s.logprobs for s in samples]
 
-    def _forward(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor, MicroBatch]:
+    def _forward(self, model: Qwen3, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor, MicroBatch]:
         """(logprobs [N], entropy [N], the micro-batch)."""
-        batch = MicroBatch.build(samples, self.model.shape)
-        self.model.reserve_positions(int(batch.positions.max()) + 1)
-        state = PackedState(self.model.ops, batch.rows)
-        hidden = self.model(batch.ids, batch.positions, state, *self._see)
+        batch = MicroBatch.build(samples, model.shape)
+        model.reserve_positions(int(batch.positions.max()) + 1)
+        state = PackedState(model.ops, batch.rows)
+        see = self._see if model is self.model else ()
+        hidden = model(batch.ids, batch.positions, state, *see)
         predicting = hidden.index_select(0, batch.predict)
-        logprobs, entropy = self.model.ops.logprobs(predicting, self.model.head, batch.targets, batch.temperatures)
+        logprobs, entropy = model.ops.logprobs(predicting, model.head, batch.targets, batch.temperatures)
         return logprobs, entropy, batch
 
     def _accumulate(
@@ -139,24 +158,41 @@ class Trainer:
     ) -> None:
         """Gradients of one minibatch, micro-batch by micro-batch. Every forward made before the step's first update is
         observed: the weights are then those of the rollout."""
-        lengths = [len(samples[i].token_ids) for i in part]
-        weights = token_weights(lengths, self.aggregation, self.max_new_tokens)
+        weights = self._weights([samples[i] for i in part])
         version = self.version
         for indices in pack([samples[i] for i in part], self.budget):
             chosen = [samples[part[i]] for i in indices]
-            logprobs, entropy, batch = self._forward(chosen)
+            logprobs, entropy, batch = self._forward(self.model, chosen)
             if all(s.weight_version == version for s in chosen):
                 observe("train", version, chosen, _split(logprobs.detach(), batch))
             tokens = self._token_batch(
                 logprobs, batch, chosen, [old[part[i]] for i in indices], [weights[i] for i in indices]
             )
             loss, metrics = self.algorithm.loss(tokens, *self.clip)
-            if self.entropy_coef:
-                loss = loss - self.entropy_coef * weighted_sum(entropy, tokens.token_weights)
+            loss = loss + self._penalties(tokens, entropy, chosen)
             loss.backward()
-            found = {"loss": loss.detach(), "entropy": entropy.detach().sum(dtype=torch.float64), **metrics}
+            _, (counted_entropy,) = counted_only(tokens.token_weights, entropy.detach())
+            found = {"loss": loss.detach(), "entropy": counted_entropy.sum(dtype=torch.float64), **metrics}
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
+
+    def _weights(self, samples: Sequence[Sample]) -> list[LogprobArray]:
+        """Token weights of a minibatch, float32 [length] each: 0 for samples that are not in the loss."""
+        kept = [len(s.token_ids) for s in samples if s.in_loss]
+        given = iter(token_weights(kept, self.aggregation, self.max_new_tokens) if kept else ())
+        return [next(given) if s.in_loss else np.zeros(len(s.token_ids), np.float32) for s in samples]
+
+    def _penalties(self, tokens: TokenBatch, entropy: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor | float:
+        """Entropy bonus (negative) and KL to the reference policy, averaged like the loss; 0.0 without either."""
+        weights = tokens.token_weights
+        result: torch.Tensor | float = 0.0
+        if self.entropy_coef:
+            result = result - self.entropy_coef * weighted_sum(entropy, weights)
+        if self.kl_coef:
+            reference = torch.from_numpy(np.concatenate([_reference(s) for s in samples]))
+            _, (ours, theirs) = counted_only(weights, tokens.logprobs, reference)
+            result = result + self.kl_coef * weighted_sum(kl_loss(ours, theirs, self.kl_estimator), weights)
+        return result
 
     def _token_batch(
         self,
@@ -166,7 +202,7 @@ class Trainer:
         old: Sequence[LogprobArray],
         weights: Sequence[LogprobArray],
     ) -> TokenBatch:
-        advantages = np.repeat(np.array([s.advantage for s in samples], np.float32), batch.lengths)
+        advantages = np.concatenate([_advantages(s) for s in samples])
         return TokenBatch(
             logprobs=logprobs,
             old_logprobs=torch.from_numpy(np.concatenate(old)),
@@ -177,15 +213,31 @@ class Trainer:
         )
 
     def _metrics(self, sums: dict[str, float], norms: list[float]) -> dict[str, float]:
+        """Means over the tokens in the loss; without any of them only "train/lr"."""
+        if not norms:
+            return {"train/lr": self.lr}
         tokens = sums["num_tokens"]
         clipped = {"train/pg_clipfrac": sums["clipped"] / tokens} if "clipped" in sums else {}
         return {
-            "train/loss": sums["loss"] / self.minibatches,
+            "train/loss": sums["loss"] / len(norms),
             **clipped,
             "train/entropy": sums["entropy"] / tokens,
             "train/grad_norm": sum(norms) / len(norms),
             "train/lr": self.lr,
         }
+
+
+def _advantages(sample: Sample) -> LogprobArray:
+    """float32 [len(token_ids)]."""
+    if sample.token_advantages is not None:
+        return sample.token_advantages
+    return np.full(len(sample.token_ids), sample.advantage, np.float32)
+
+
+def _reference(sample: Sample) -> LogprobArray:
+    if sample.reference_logprobs is None:
+        raise UsageError(f"sample {sample.name} has no reference logprobs, which kl_coef needs: see score_reference")
+    return sample.reference_logprobs
 
 
 def _split(logprobs: torch.Tensor, batch: MicroBatch) -> list[LogprobArray]:

@@ -8,6 +8,8 @@ import pytest
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.errors import ParityError
 from exactrl.rl import loop
+from exactrl.rl.collect import Collecting
+from exactrl.rl.shaping import Shaping
 from exactrl.sync.memory import sync
 from exactrl.types import Completion, EngineStats, Prompt, SamplingParams
 
@@ -20,13 +22,15 @@ class World:
         self.version = self.weight_version = 0
         self.stats = EngineStats()
         self.keys: list[int] = []
+        self.drawn: list[tuple[int, int]] = []
         self.results: list[loop.StepResult] = []
         self.fail_at = 0
         self.arrives = "compute"
         self.plan = loop.Plan(
             **{
-                "steps": steps, "prompts_per_step": 2, "samples_per_prompt": 2, "sampling": SamplingParams(4, 0.9),
-                "seed": 5, "audit_every": 0, "eval_every": 0, "on_reward_error": "stop", **changes,
+                "steps": steps, "audit_every": 0, "eval_every": 0,
+                "collecting": Collecting(2, 2, SamplingParams(4, 0.9), 5, "stop", changes.pop("max_rounds", 1)),
+                **changes,
             }
         )  # fmt: skip
 
@@ -64,7 +68,8 @@ class World:
         return f"compute {self.version}"
 
     # task
-    def train_prompts(self, step, count):
+    def train_prompts(self, start, count):
+        self.drawn.append((start, count))
         return [Prompt(f"p{i}", "", (1,), "") for i in range(count)]  # the same ones at every step
 
     def eval_prompts(self):
@@ -108,7 +113,9 @@ def test_each_step_rolls_out_checks_trains_and_hands_over():
     assert rows[0]["rollout/response_len/mean"] == 2.0
     assert rows[0]["rollout/truncated_ratio"] == 1.0
     assert (rows[0]["rollout/raw_reward"], rows[0]["rollout/zero_std_groups"]) == (0.5, 0)
-    assert not any(k.startswith("eval/") for r in rows for k in r)
+    assert not any(k.startswith(("eval/", "train/kl")) for r in rows for k in r)
+    assert world.drawn == [(0, 2), (2, 2)]
+    assert [r.cursor for r in world.results] == [2, 4]
 
 
 def test_overlong_responses_lose_advantage_but_not_reward():
@@ -122,7 +129,7 @@ def test_overlong_responses_lose_advantage_but_not_reward():
             return found
 
     for cache, advantage in ((0, 0.7071), (2, 0.0)):
-        world = Wordy(1, overlong_cache=cache)
+        world = Wordy(1, shaping=Shaping(4, cache))
         world.run()
         assert world.calls[3][2] == pytest.approx([-advantage, advantage] * 2, abs=1e-4)
         (row,) = (r.metrics for r in world.results)

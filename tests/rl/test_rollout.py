@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from exactrl.algo.algorithm import get_algorithm
 from exactrl.contract import noise_key
 from exactrl.errors import NonFiniteError, UsageError
-from exactrl.rl.loop import set_advantages
 from exactrl.rl.rollout import Draw, assign_rewards, rollout
 from exactrl.types import Completion, EngineStats, Group, Prompt, Sample, SamplingParams
 
@@ -111,37 +109,9 @@ def test_on_error_zero_is_counted(failure):
 def test_on_error_drop_is_counted(failure):
     found = groups()
     assert assign_rewards(found, FakeTask({"b#1": failure, "b#2": failure}), "drop") == 2
-    assert [s.name for g in found for s in g.samples] == ["a#0", "a#1", "a#2", "b#0"]
-    kept = set_advantages(found, get_algorithm("grpo"))  # a group of one has no baseline
-    assert [s.name for s in kept] == ["a#0", "a#1", "a#2"]
-    assert [g.prompt.id for g in found] == ["a"]
-
-
-def test_a_batch_baseline_keeps_a_group_of_one():
-    found = groups()
-    assign_rewards(found, FakeTask({"b#1": ValueError(), "b#2": ValueError(), "a#0": 1.0}), "drop")
-    kept = set_advantages(found, get_algorithm("reinforce_pp"))
-    assert [s.name for s in kept] == ["a#0", "a#1", "a#2", "b#0"]
-    assert kept[0].advantage > 0 > kept[1].advantage == kept[3].advantage
-
-
-def test_responses_near_the_longest_lose_advantage_not_reward():
-    found = groups()
-    assign_rewards(found, FakeTask(), "stop")
-    found[0].samples[1].token_ids = [7] * 9
-    found[0].samples[2].token_ids = [7] * 10
-    set_advantages(found, get_algorithm("dr_grpo"), 10, 4)
-    a, b = ([s.advantage for s in g.samples] for g in found)
-    assert a == pytest.approx([1.75 / 3, 1.75 / 3 - 0.75, 1.75 / 3 - 1])
-    assert b == [0, 0, 0]
-    assert {s.reward for g in found for s in g.samples} == {0.5}
-
-
-def test_nothing_left_is_an_error():
-    found = groups(2)
-    assign_rewards(found, FakeTask({f"{p}#0": ValueError() for p in "ab"}), "drop")
-    with pytest.raises(UsageError, match="nothing can be trained on"):
-        set_advantages(found, get_algorithm("grpo"))
+    samples = [s for g in found for s in g.samples]
+    assert [s.reward for s in samples] == [0.5] * 4 + [None] * 2
+    assert [bool(s.reward_error) for s in samples] == [False] * 4 + [True] * 2
 
 
 def test_an_interrupt_is_not_a_failed_reward():
@@ -151,12 +121,3 @@ def test_an_interrupt_is_not_a_failed_reward():
 
     with pytest.raises(KeyboardInterrupt):
         assign_rewards(groups(), Stopped(), "zero")
-
-
-def test_advantages_belong_to_their_samples():
-    found = groups()
-    assign_rewards(found, FakeTask({"a#0": 1.0, "a#1": 0.0, "b#2": 1.0}), "stop")
-    set_advantages(found, get_algorithm("grpo"))
-    a, b = ([s.advantage for s in g.samples] for g in found)
-    assert a == pytest.approx([1, -1, 0], abs=1e-5)
-    assert b[2] > 0 > b[0] == b[1]

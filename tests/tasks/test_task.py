@@ -22,7 +22,7 @@ def task(tokenizer, size: int, **options) -> DataTask:
 @given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 2**40))
 def test_every_epoch_holds_every_prompt_once(tokenizer, size, count, seed):
     one = task(tokenizer, size, seed=seed)
-    drawn = [p for step in range(size) for p in one.train_prompts(step, count)]
+    drawn = [p for step in range(size) for p in one.train_prompts(step * count, count)]
     assert len(drawn) == size * count
     for epoch in range(count):
         texts = [p.text for p in drawn[epoch * size : (epoch + 1) * size]]
@@ -42,7 +42,7 @@ def test_steps_are_pure_and_ids_unique_within_one(tokenizer, step, count):
 
 def test_file_order_without_shuffle(tokenizer):
     one = task(tokenizer, 5, shuffle=False)
-    assert [p.id for p in one.train_prompts(1, 3)] == ["3", "4", "0"]
+    assert [p.id for p in one.train_prompts(3, 3)] == ["3", "4", "0"]
     assert [p.id for p in one.train_prompts(0, 7)] == ["0", "1", "2", "3", "4", "0@epoch1", "1@epoch1"]
 
 
