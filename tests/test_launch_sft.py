@@ -147,14 +147,28 @@ class Stop(Events):
 
 
 def test_ctrl_c_keeps_the_rows_so_far(run, tmp_path):
-    threads = torch.get_num_threads()
     with pytest.raises(Interrupted, match="interrupted after step 2 of 6") as caught:
         exactrl.sft(micro(tmp_path / "r"), Stop())
     assert caught.value.exit_code == 130
     assert without_times(metrics_of(tmp_path / "r")) == without_times(run[1][:2])
     failure = json.loads((tmp_path / "r/failure.json").read_text())
     assert (failure["type"], failure["after_step"]) == ("KeyboardInterrupt", 2)
-    assert torch.get_num_threads() == threads
+
+
+def test_a_small_exact_model_trains_on_one_torch_thread_and_gives_the_others_back(tmp_path):
+    seen = []
+    events = Stop()
+    events.on_start = lambda info: None
+    events.on_progress = lambda *_: seen.append(torch.get_num_threads())
+    torch.set_num_threads(2)
+    try:
+        for exact in ("true", "false"):
+            with pytest.raises(Interrupted):
+                exactrl.sft(micro(tmp_path / exact, contract__true_on_policy=exact, run__eval_every=0), events)
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 1, 2, 2]
 
 
 def broken_from_step(step: int, build=launch_sft.build_trainer):
