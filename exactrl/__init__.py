@@ -3,6 +3,7 @@
     import exactrl
     exactrl.train(exactrl.load_recipe("tiny"))
     exactrl.Engine("tiny").generate(["…"], exactrl.SamplingParams(max_new_tokens=32))
+    exactrl.sft(exactrl.load_sft_recipe("tiny_sft"))
     exactrl.check("tiny")
 
 Names are loaded when they are used: importing the package imports no torch.
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "train": "exactrl.launch",
+    "sft": "exactrl.launch_sft",
     "check": "exactrl.launch",
     "Engine": "exactrl.launch",
     "Trainer": "exactrl.train.trainer",
@@ -27,6 +29,9 @@ _PUBLIC = {
     "Config": "exactrl.config",
     "load_recipe": "exactrl.config",
     "make_config": "exactrl.config",
+    "SftConfig": "exactrl.config",
+    "load_sft_recipe": "exactrl.config",
+    "make_sft_config": "exactrl.config",
 }
 __all__ = ["__version__", *_PUBLIC]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from exactrl.algo.algorithm import get_algorithm
-from exactrl.config import Config, load_recipe, to_toml
+from exactrl.config import Config, SftConfig, load_recipe, to_toml
 from exactrl.config.algorithms import aggregation_of
 from exactrl.contract import CONTRACTS, Contract, get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
@@ -81,7 +81,7 @@ class Silent:
         pass
 
 
-def contract_of(config: Config) -> Contract:
+def contract_of(config: Config | SftConfig) -> Contract:
     c = config.contract
     residual = "float32" if config.model.dtype == "float32" else c.residual_dtype
     return get_contract(c.name, k_leaves=c.k_leaves, residual_dtype=residual)

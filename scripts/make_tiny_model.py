@@ -3,35 +3,42 @@
     python scripts/make_tiny_model.py [--seed N] [--steps N] [--out exactrl/assets]
 
 Writes OUT/tiny/ (a Hugging Face folder, bf16, with a README that holds the results) and
-OUT/arithmetic/{train,heldout}.jsonl. The supervised warm-up teaches the format and the column sums, but in most of its
-demonstrations a carry is forgotten. So the model starts with a bad habit that it can also do without: wrong more often
-than not, greedy decoding above all, and right often enough for reinforcement learning to find the better way.
+OUT/arithmetic/{train,heldout,sft}.jsonl. The supervised warm-up (`exactrl sft`, fp32, from random weights) teaches the
+format and the column sums, but in most of its demonstrations a carry is forgotten. So the model starts with a bad habit
+that it can also do without: wrong more often than not, greedy decoding above all, and right often enough for
+reinforcement learning to find the better way.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
-import time
+import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+import exactrl
+from exactrl.cli.options import Settings, console
+from exactrl.cli.progress import SFT_VIEW, train_events
+from exactrl.contract import get_contract
+from exactrl.launch import Engine
+from exactrl.model.folder import load_model, save_model
+from exactrl.model.weights import named_weights
+from exactrl.ops import Ops
 from exactrl.tasks import arithmetic
-from exactrl.types import Prompt, Sample
+from exactrl.types import Prompt, Sample, SamplingParams
 
 SPECIAL = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
 # Every id of the model's vocabulary has a text: printable ASCII, newline, and some signs that fill it up to 112.
 CHARACTERS = ["\n"] + [chr(c) for c in range(32, 127)] + list("×÷±≤≥≠√π°·→")
-IGNORE = -100
 NUM_TRAIN, NUM_HELDOUT, DATA_SEED = 2048, 256, 1234
+NUM_SFT, SFT_SEED = 512, 4321
 MAX_NEW_TOKENS = 48
 
 README = """# The bundled tiny model
@@ -44,7 +51,8 @@ with seed {seed}: {steps} steps of supervised warm-up, {batch} demonstrations ea
 probability {p_forget:g}. That is on purpose: the model can add, but has a bad habit that reinforcement learning
 removes. The weights are stored in bf16. Another machine or torch version may give slightly different weights.
 
-Results on the {num_heldout} held-out problems (`exactrl/assets/arithmetic/heldout.jsonl`), weights as stored:
+Results on the {num_heldout} held-out problems (`exactrl/assets/arithmetic/heldout.jsonl`), weights as stored,
+decoded by our engine in bfloat16:
 
 | | |
 |---|---|
@@ -124,17 +132,25 @@ def generation_config(tokenizer: Tokenizer) -> dict:
     }
 
 
-def write_data(folder: Path, num_train: int, num_heldout: int, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, count in (("train", num_train), ("heldout", num_heldout)):
-        with open(folder / f"{part}.jsonl", "w", encoding="utf-8") as file:
-            for i, operands in enumerate(arithmetic.problems(count, seed=seed, heldout=part == "heldout")):
-                row = {
-                    "id": f"{part}-{i:04d}",
-                    "prompt": arithmetic.prompt_text(operands),
-                    "label": arithmetic.label(operands),
-                }
-                file.write(json.dumps(row) + "\n")
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_data(folder: Path) -> None:
+    """Problems with labels for RL, and right solutions of training problems for recipes/tiny_sft.toml."""
+    for part, count in (("train", NUM_TRAIN), ("heldout", NUM_HELDOUT)):
+        drawn = arithmetic.problems(count, seed=DATA_SEED, heldout=part == "heldout")
+        rows = [
+            {"id": f"{part}-{i:04d}", "prompt": arithmetic.prompt_text(p), "label": arithmetic.label(p)}
+            for i, p in enumerate(drawn)
+        ]
+        write_rows(folder / f"{part}.jsonl", rows)
+    solved = [
+        {"id": f"sft-{i:04d}", "prompt": arithmetic.prompt_text(p), "response": arithmetic.solution_text(p)}
+        for i, p in enumerate(arithmetic.problems(NUM_SFT, seed=SFT_SEED, heldout=False))
+    ]
+    write_rows(folder / "sft.jsonl", solved)
 
 
 def demonstration(rng: random.Random, p_right: float) -> tuple[str, str]:
@@ -150,87 +166,56 @@ def demonstration(rng: random.Random, p_right: float) -> tuple[str, str]:
     return arithmetic.prompt_text(operands), arithmetic.solution_text(operands, carry=carry)
 
 
-def batch_tensors(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids and targets (IGNORE on prompt and padding), both [B, longest]."""
-    pad, end = tokenizer.token_to_id("<|pad|>"), tokenizer.token_to_id("<|im_end|>")
-    rows, targets = [], []
-    for prompt, solution in pairs:
-        p, s = tokenizer.encode(prompt).ids, [*tokenizer.encode(solution).ids, end]
-        rows.append(p + s)
-        targets.append([IGNORE] * (len(p) - 1) + s + [IGNORE])
-    length = max(map(len, rows))
-    ids = torch.tensor([r + [pad] * (length - len(r)) for r in rows])
-    return ids, torch.tensor([t + [IGNORE] * (length - len(t)) for t in targets])
-
-
-def warm_up(model: torch.nn.Module, tokenizer: Tokenizer, args: argparse.Namespace) -> float:
-    """Supervised warm-up in fp32: AdamW, linear warm-up, cosine decay. Returns the last loss (nats per token)."""
+def warm_up(folder: Path, work: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """`exactrl sft` from random weights: each demonstration is seen once. Returns its summary."""
     rng = random.Random(args.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    started, value = time.time(), math.nan
-    for step in range(args.steps):
-        scale = min((step + 1) / 30, 0.5 * (1 + math.cos(math.pi * step / args.steps)) + 0.02)
-        optimizer.param_groups[0]["lr"] = args.lr * scale
-        ids, targets = batch_tensors(tokenizer, [demonstration(rng, args.p_right) for _ in range(args.batch)])
-        logits = model(ids).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        value = loss.item()
-        if step % 25 == 0 or step == args.steps - 1:
-            print(f"step {step} loss {value:.4f} ({time.time() - started:.0f} s)", flush=True)
-    return value
+    pairs = [demonstration(rng, args.p_right) for _ in range(args.steps * args.batch)]
+    write_rows(work / "demonstrations.jsonl", [{"prompt": p, "response": s} for p, s in pairs])
+    recipe = {
+        "model": {"path": str(folder), "dtype": "float32", "init": "random", "seed": args.seed},
+        "data": {"train": str(work / "demonstrations.jsonl"), "shuffle": False},
+        "train": {
+            "lr": args.lr, "lr_schedule": "cosine", "warmup_steps": 30, "min_lr_ratio": 0.02, "betas": [0.9, 0.98],
+            "weight_decay": 0.01, "batch_size": args.batch,
+        },
+        "run": {"epochs": 1, "out": str(work / "run")},
+    }  # fmt: skip
+    settings = Settings()
+    with train_events(console(settings), settings, args.steps, (), SFT_VIEW) as events:
+        return exactrl.sft(exactrl.make_sft_config(recipe), events)
 
 
-@torch.no_grad()
-def generate(model: torch.nn.Module, prompts: torch.Tensor, end: int, *, greedy: bool) -> torch.Tensor:
-    """Responses to prompts of equal length, int64 [B, MAX_NEW_TOKENS]; behind a stop token come stop tokens only."""
-    out = torch.full((len(prompts), MAX_NEW_TOKENS), end)
-    cache, tokens, done = DynamicCache(), prompts, torch.zeros(len(prompts), dtype=torch.bool)
-    for position in range(MAX_NEW_TOKENS):
-        logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-        drawn = logits.argmax(-1) if greedy else torch.multinomial(logits.softmax(-1), 1)[:, 0]
-        out[:, position] = drawn.masked_fill(done, end)
-        done |= out[:, position] == end
-        tokens = out[:, position : position + 1]
-        if done.all():
-            break
-    return out
-
-
-def evaluate(model: torch.nn.Module, tokenizer: Tokenizer, *, copies: int, greedy: bool) -> tuple[float, float, float]:
-    """Mean reward, mean response length in tokens, and the fraction cut off, on the held-out problems."""
-    end = tokenizer.token_to_id("<|im_end|>")
-    heldout = arithmetic.problems(NUM_HELDOUT, seed=DATA_SEED, heldout=True) * copies
-    prompts = torch.tensor([tokenizer.encode(arithmetic.prompt_text(operands)).ids for operands in heldout])
-    rewards, lengths, cut = [], [], []
-    for operands, row in zip(heldout, generate(model, prompts, end, greedy=greedy).tolist(), strict=True):
-        ids = row[: row.index(end)] if end in row else row
-        text = tokenizer.decode(ids, skip_special_tokens=False)
-        reason = "stop" if end in row else "length"
-        sample = Sample("", 0, (), ids, np.zeros(0, np.float32), reason, 0, 1.0, text=text)
-        rewards.append(arithmetic.reward(Prompt("", "", (), arithmetic.label(operands)), sample))
-        lengths.append(len(ids) + (end in row))
-        cut.append(end not in row)
-    return float(np.mean(rewards)), float(np.mean(lengths)), float(np.mean(cut))
-
-
-def save(model: torch.nn.Module, folder: Path) -> None:
-    """Weights in bf16; the tied LM head is not stored a second time."""
-    tensors = {k: v.detach().bfloat16().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def store(checkpoint: Path, folder: Path) -> int:
+    """The weights in bf16; returns their number."""
+    model = load_model(checkpoint, Ops(get_contract("exact-v1"), exact=False), torch.bfloat16, trainable=False)
+    shutil.rmtree(folder)
+    save_model(model, folder, companions=checkpoint)
     (folder / "model.safetensors").chmod(0o644)
+    return sum(w.numel() for _, w in named_weights(model))
 
 
-def write_readme(folder: Path, tokenizer: Tokenizer, loss: float, args: argparse.Namespace) -> None:
-    """Evaluates the weights as stored (bf16 values, fp32 arithmetic) and writes README.md."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    greedy, _, _ = evaluate(model, tokenizer, copies=1, greedy=True)
-    sampled, length, truncated = evaluate(model, tokenizer, copies=4, greedy=False)
+def evaluate(engine: Engine, *, copies: int, temperature: float) -> tuple[float, float, float]:
+    """Mean reward, mean response length in tokens, and the fraction cut off, on the held-out problems."""
+    heldout = arithmetic.problems(NUM_HELDOUT, seed=DATA_SEED, heldout=True) * copies
+    prompts = [arithmetic.prompt_text(operands) for operands in heldout]
+    completions = engine.generate(prompts, SamplingParams(MAX_NEW_TOKENS, temperature))
+    assert engine.tokenizer is not None
+    rewards = []
+    for operands, c in zip(heldout, completions, strict=True):
+        text = engine.tokenizer.decode_response(c.token_ids)
+        sample = Sample("", 0, (), c.token_ids, c.logprobs, c.finish_reason, 0, 1.0, text=text)
+        rewards.append(arithmetic.reward(Prompt("", "", (), arithmetic.label(operands)), sample))
+    cut = [c.finish_reason == "length" for c in completions]
+    return float(np.mean(rewards)), float(np.mean([len(c.token_ids) for c in completions])), float(np.mean(cut))
+
+
+def write_readme(folder: Path, parameters: int, loss: float, args: argparse.Namespace) -> None:
+    """Evaluates the weights as stored and writes README.md."""
+    engine = Engine(str(folder))
+    greedy, _, _ = evaluate(engine, copies=1, temperature=0.0)
+    sampled, length, truncated = evaluate(engine, copies=4, temperature=1.0)
     text = README.format(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         command=f"python scripts/make_tiny_model.py --seed {args.seed} --steps {args.steps} --p-right {args.p_right}",
         p_forget=1 - args.p_right,
         num_heldout=NUM_HELDOUT,
@@ -251,19 +236,17 @@ def main() -> None:
     parser.add_argument("--p-right", type=float, default=0.2)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "exactrl" / "assets")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
     folder = args.out / "tiny"
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     write_tokenizer(tokenizer, folder)
     write_json(folder / "config.json", model_config(tokenizer))
     write_json(folder / "generation_config.json", generation_config(tokenizer))
-    write_data(args.out / "arithmetic", NUM_TRAIN, NUM_HELDOUT, DATA_SEED)
-    model = Qwen3ForCausalLM(Qwen3Config(**model_config(tokenizer)))
-    loss = warm_up(model, tokenizer, args)
-    save(model, folder)
-    write_readme(folder, tokenizer, loss, args)
+    write_data(args.out / "arithmetic")
+    with tempfile.TemporaryDirectory() as work:
+        summary = warm_up(folder, Path(work), args)
+        parameters = store(Path(summary["checkpoint"]), folder)
+    write_readme(folder, parameters, summary["loss"], args)
 
 
 if __name__ == "__main__":

@@ -466,7 +466,8 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_the_run_folder_exists(
 
 def test_own_stop_tokens_are_not_part_of_the_text(tmp_path):
     newline = exactrl.Engine("tiny").encode("\n")[0]
-    launch.train(micro(tmp_path / "run", **{"rollout.stop_token_ids": str(newline), "run.steps": "1"}))
+    settings = {"rollout.stop_token_ids": str(newline), "rollout.temperature": "1.0", "run.steps": "1"}
+    launch.train(micro(tmp_path / "run", **settings))
     rows = [json.loads(x) for x in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
     stopped = [r for r in rows if r["finish_reason"] == "stop"]
     assert stopped

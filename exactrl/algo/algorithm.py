@@ -59,13 +59,15 @@ Loss = Callable[[TokenBatch, float, float], tuple[torch.Tensor, dict[str, torch.
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """`min_group`: groups of fewer samples have no advantage. `token_advantages` takes penalties in the reward token by
-    token; where it is None, their sum over a response is taken off its reward."""
+    token; where it is None, their sum over a response is taken off its reward. `needs_old_logprobs`: whether the loss
+    reads them; where not, samples need none and TokenBatch.old_logprobs is empty."""
 
     name: str
     advantages: Advantages
     loss: Loss
     min_group: int = 2
     token_advantages: TokenAdvantages | None = None
+    needs_old_logprobs: bool = True
 
 
 def ppo(

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from exactrl import __version__
-from exactrl.cli import check, export, generate, plan, report, train
-from exactrl.cli.options import USAGE_ERROR, NoColor, Quiet, RecipeCommand, Settings, Verbose
+from exactrl.cli import check, export, generate, plan, report, sft, train
+from exactrl.cli.options import USAGE_ERROR, NoColor, Quiet, RecipeCommand, Settings, SftRecipeCommand, Verbose
 from exactrl.errors import ExactRLError, Interrupted
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", cls=RecipeCommand, epilog=train.EXAMPLE)(train.train)
+app.command("sft", cls=SftRecipeCommand, epilog=sft.EXAMPLE)(sft.sft)
 app.command("plan", cls=RecipeCommand, epilog=plan.EXAMPLE)(plan.plan)
 app.command("check", epilog=check.EXAMPLE)(check.check)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)

@@ -17,6 +17,8 @@ from exactrl.errors import ConfigError, EnvironmentProblem
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from exactrl.config.settings import Recipe as RecipeKind
+
 # Base of all wrong-usage errors of the parser, which typer either vendors or imports.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -55,6 +57,9 @@ NoColor = Annotated[
 ]
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="TOML file, or a bundled recipe: tiny.", show_default=False)
+]
+SftRecipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="TOML file, or a bundled recipe: tiny_sft.", show_default=False)
 ]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, or a bundled model: tiny.", show_default=False)
@@ -97,17 +102,24 @@ def overrides(ctx: typer.Context) -> list[tuple[str, str]]:
 
 
 class RecipeCommand(TyperCommand):
-    """A command that takes a recipe and any of its settings as `--section.key VALUE`."""
+    """A command that takes an RL recipe and any of its settings as `--section.key VALUE`."""
+
+    @staticmethod
+    def kind() -> type[RecipeKind]:
+        from exactrl.config import Config
+
+        return Config
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        rest, found = split_overrides(args)
+        kind = self.kind()
+        rest, found = split_overrides(args, kind)
         ctx.meta[_OVERRIDES] = found
         try:
             return super().parse_args(ctx, rest)
         except USAGE_ERROR as error:
             if flag := getattr(error, "option_name", ""):
                 known = [name for parameter in self.get_params(ctx) for name in parameter.opts]
-                raise ConfigError(_unknown_flag(flag, known)) from error
+                raise ConfigError(_unknown_flag(flag, known, kind)) from error
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -115,13 +127,23 @@ class RecipeCommand(TyperCommand):
         from exactrl.config import describe
 
         with formatter.section("Settings of a recipe, each also an option: --section.key VALUE"):
-            formatter.write_dl([(f"--{row.key}", f"{row.help}  [{row.default}]") for row in describe()])
+            formatter.write_dl([(f"--{row.key}", f"{row.help}  [{row.default}]") for row in describe(self.kind())])
+
+
+class SftRecipeCommand(RecipeCommand):
+    """The same for a recipe of supervised fine-tuning."""
+
+    @staticmethod
+    def kind() -> type[RecipeKind]:
+        from exactrl.config import SftConfig
+
+        return SftConfig
 
 
 _OVERRIDE = re.compile(r"--(no-)?([\w-]+\.[\w.-]+)(?:=(.*))?", re.DOTALL)
 
 
-def split_overrides(args: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def split_overrides(args: list[str], kind: type[RecipeKind]) -> tuple[list[str], list[tuple[str, str]]]:
     """Takes `--section.key VALUE`, `--section.key=VALUE` and, for a bool, `--no-section.key` out of the arguments.
 
     A value that starts with "--" needs the form with "=". Raises ConfigError for an override without a value.
@@ -139,38 +161,36 @@ def split_overrides(args: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
             continue
         negated, name, value = match.groups()
         if negated:
-            value = _negate(name, value)
+            value = _negate(name, value, kind)
         elif value is None:
             if not queue or queue[0].startswith("--") or queue[0] in ("-q", "-v", "-h"):
-                raise ConfigError(_no_value(name))
+                raise ConfigError(_no_value(name, kind))
             value = queue.pop(0)
         found.append((name, value))
     return rest, found
 
 
-def _negate(name: str, value: str | None) -> str:
-    from exactrl.config.settings import FIELDS
-
-    if name in FIELDS and (FIELDS[name].annotation is not bool or value is not None):
+def _negate(name: str, value: str | None, kind: type[RecipeKind]) -> str:
+    settings = kind.settings()
+    if name in settings and (settings[name].annotation is not bool or value is not None):
         raise ConfigError(f"--no-{name} does not exist; write --{name} VALUE")
     return "false"
 
 
-def _no_value(name: str) -> str:
+def _no_value(name: str, kind: type[RecipeKind]) -> str:
     from exactrl.config.explain import allowed, unknown
-    from exactrl.config.settings import FIELDS
 
-    if name not in FIELDS:
-        return unknown(name)
-    return f"--{name} needs a value ({allowed(FIELDS[name])}); write --{name} VALUE"
+    settings = kind.settings()
+    if name not in settings:
+        return unknown(name, kind)
+    return f"--{name} needs a value ({allowed(settings[name])}); write --{name} VALUE"
 
 
-def _unknown_flag(flag: str, known: list[str]) -> str:
-    from exactrl.config.settings import FIELDS
-
+def _unknown_flag(flag: str, known: list[str], kind: type[RecipeKind]) -> str:
+    settings = kind.settings()
     key = flag.lstrip("-").replace("-", "_")
-    near = [f"--{name}" for name in FIELDS if name.endswith(f".{key}")]
+    near = [f"--{name}" for name in settings if name.endswith(f".{key}")]
     if not near:
-        by_key = {name.partition(".")[2]: f"--{name}" for name in FIELDS}
+        by_key = {name.partition(".")[2]: f"--{name}" for name in settings}
         near = get_close_matches(flag, known, 1) or [by_key[k] for k in get_close_matches(key, by_key, 1)]
     return f"unknown option {flag}" + (f"; did you mean {' or '.join(near)}?" if near else "; see --help")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from exactrl.cli.options import Settings, is_interactive
@@ -23,7 +24,8 @@ def _difference(value: float) -> str:
 
 
 # (name in a plain line, metric, format); a metric that is absent has no field.
-_FIELDS: list[tuple[str, str, Callable[[Any], str]]] = [
+Fields = list[tuple[str, str, Callable[[Any], str]]]
+_FIELDS: Fields = [
     ("reward", "rollout/raw_reward", _number(4)),
     ("response_len", "rollout/response_len/mean", _number(1)),
     ("entropy", "train/entropy", _number(4)),
@@ -44,25 +46,58 @@ _HEADINGS = {
     "tok_per_s": "tok/s",
     "step_time": "seconds",
 }
+_SFT_FIELDS: Fields = [
+    ("epoch", "epoch", str),
+    ("loss", "train/loss", _number(4)),
+    ("tokens", "train/num_tokens", str),
+    ("grad_norm", "train/grad_norm", lambda value: f"{value:.3g}"),
+    ("lr", "train/lr", lambda value: f"{value:.3g}"),
+    ("tok_per_s", "perf/train_tokens_per_sec", _number(0)),
+    ("step_time", "perf/step_time", _number(2)),
+]
+_SFT_HEADINGS = {
+    "epoch": "epoch",
+    "loss": "loss",
+    "tokens": "tokens",
+    "grad_norm": "grad norm",
+    "lr": "lr",
+    "tok_per_s": "tok/s",
+    "step_time": "seconds",
+}
 
 
-def step_fields(metrics: Metrics) -> dict[str, str]:
+@dataclass(frozen=True)
+class View:
+    """What a kind of run shows of a step, under which headings, and whether it compares sampled tokens."""
+
+    fields: Fields
+    headings: dict[str, str]
+    compares: bool
+
+
+RL_VIEW = View(_FIELDS, _HEADINGS, compares=True)
+SFT_VIEW = View(_SFT_FIELDS, _SFT_HEADINGS, compares=False)
+
+
+def step_fields(metrics: Metrics, view: View = RL_VIEW) -> dict[str, str]:
     """The fields of a step's line. A logprob difference without compared tokens says nothing and is left out."""
     fields = {"step": str(metrics["step"])}
-    for name, metric, form in _FIELDS:
+    for name, metric, form in view.fields:
         if metric in metrics and not (name == "logprob_diff" and not metrics.get("train/logprob_compared_tokens")):
             fields[name] = form(metrics[metric])
     for metric, value in metrics.items():
-        if metric.startswith("eval/") and metric.endswith("/mean"):
-            fields[metric.removesuffix("/mean")] = f"{value:.4f}"
+        name, _, what = metric.rpartition("/")
+        if metric.startswith("eval/") and what in ("mean", "loss"):
+            fields[name] = f"{value:.4f}"
     return fields
 
 
 class PlainEvents:
     """Consumer of a run's events: `key=value` lines, and the totals for the end. Quiet prints the last line only."""
 
-    def __init__(self, screen: Console, *, quiet: bool, steps: int) -> None:
+    def __init__(self, screen: Console, *, quiet: bool, steps: int, view: View = RL_VIEW) -> None:
         self.screen = screen
+        self.view = view
         self.quiet = quiet
         self.steps = steps
         self.compared = 0
@@ -98,10 +133,16 @@ class PlainEvents:
             self._line(f"note: {text}")
 
     def show_step(self, metrics: Metrics) -> None:
-        self._line(" ".join(f"{name}={value}" for name, value in step_fields(metrics).items()))
+        self._line(" ".join(f"{name}={value}" for name, value in step_fields(metrics, self.view).items()))
 
     def conclude(self, summary: Metrics) -> None:
         """The final line: where things are, and what the comparison found over the whole run."""
+        if not self.view.compares:
+            loss = f"last loss {summary['loss']:.4f}"
+            self._line(
+                f"done: {summary['steps']} steps; {loss}; run folder {summary['out']}; model {summary['checkpoint']}"
+            )
+            return
         rescored = f", {self.rescore_mismatches} when scored again" if self.rescore_mismatches else ""
         compared = summary.get("compared_tokens", self.compared)
         mismatches = summary.get("mismatch_tokens", self.mismatches)
@@ -119,11 +160,11 @@ class PlainEvents:
 class LiveEvents(PlainEvents):
     """The same on a terminal: a row per step above a bar with the time left and the phase of the current step."""
 
-    def __init__(self, screen: Console, *, steps: int, evals: tuple[str, ...]) -> None:
+    def __init__(self, screen: Console, *, steps: int, evals: tuple[str, ...], view: View = RL_VIEW) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        super().__init__(screen, quiet=False, steps=steps)
-        self.columns = {"step": "step", **_HEADINGS, **{f"eval/{name}": name for name in evals}}
+        super().__init__(screen, quiet=False, steps=steps, view=view)
+        self.columns = {"step": "step", **view.headings, **{f"eval/{name}": name for name in evals}}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         # Steps can take minutes; rich forgets speeds older than this many seconds.
         self.progress = Progress(*columns, console=screen, transient=True, speed_estimate_period=7200)
@@ -139,6 +180,7 @@ class LiveEvents(PlainEvents):
 
     def on_start(self, info: Metrics) -> None:
         super().on_start(info)
+        self.progress.update(self.run_bar, total=info.get("steps", self.steps))
         self.screen.print("  ".join(f"{title:>{self._width(title)}}" for title in self.columns.values()), style="bold")
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
@@ -147,7 +189,7 @@ class LiveEvents(PlainEvents):
     def show_step(self, metrics: Metrics) -> None:
         from rich.text import Text
 
-        fields = step_fields(metrics)
+        fields = step_fields(metrics, self.view)
         row = Text()
         for name, title in self.columns.items():
             bad = name in ("logprob_diff", "mismatches") and fields.get(name, "0") != "0"
@@ -162,8 +204,10 @@ class LiveEvents(PlainEvents):
         return max(7, len(title))
 
 
-def train_events(screen: Console, settings: Settings, steps: int, evals: tuple[str, ...]) -> PlainEvents:
+def train_events(
+    screen: Console, settings: Settings, steps: int, evals: tuple[str, ...], view: View = RL_VIEW
+) -> PlainEvents:
     """The consumer that fits: live on a terminal, plain lines elsewhere, the final line only when quiet."""
     if is_interactive(screen) and not settings.quiet:
-        return LiveEvents(screen, steps=steps, evals=evals)
-    return PlainEvents(screen, quiet=settings.quiet, steps=steps)
+        return LiveEvents(screen, steps=steps, evals=evals, view=view)
+    return PlainEvents(screen, quiet=settings.quiet, steps=steps, view=view)

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from exactrl.config.refused import refusal
-from exactrl.config.settings import FIELDS, SECTIONS
+from exactrl.config.settings import Config, Recipe
 
 
 class Row(NamedTuple):
@@ -23,9 +23,11 @@ class Row(NamedTuple):
     help: str
 
 
-def describe() -> list[Row]:
-    """Every setting in recipe order."""
-    return [Row(key, allowed(field), _default(field), field.description or "") for key, field in FIELDS.items()]
+def describe(kind: type[Recipe] = Config) -> list[Row]:
+    """Every setting of a kind of recipe, in order."""
+    return [
+        Row(key, allowed(field), _default(field), field.description or "") for key, field in kind.settings().items()
+    ]
 
 
 def _default(field: FieldInfo) -> str:
@@ -84,33 +86,36 @@ def _bounds(limits: Sequence[Any]) -> list[str]:
     return words
 
 
-def unknown(name: str) -> str:
-    """Says that "section" or "section.key" is no setting, and why not, or which one was probably meant."""
+def unknown(name: str, kind: type[Recipe] = Config) -> str:
+    """Says that "section" or "section.key" is no setting of this kind of recipe, and why not, or which one was probably
+    meant."""
+    sections, settings = kind.sections(), kind.settings()
     section, dot, key = name.partition(".")
     if reason := refusal(name):
         return f"{name} is not a setting: {reason}" if dot else f"[{name}] is not a section: {reason}"
     if not dot:
-        elsewhere = [known for known in FIELDS if known.endswith(f".{name}")]
-        guess = elsewhere or [f"[{near}]" for near in get_close_matches(name, SECTIONS, 1)]
-        return f"unknown section [{name}]" + (f"; did you mean {guess[0]}?" if guess else f"; known: {_list(SECTIONS)}")
-    if meant := _guess(section, key):
+        elsewhere = [known for known in settings if known.endswith(f".{name}")]
+        guess = elsewhere or [f"[{near}]" for near in get_close_matches(name, sections, 1)]
+        return f"unknown section [{name}]" + (f"; did you mean {guess[0]}?" if guess else f"; known: {_list(sections)}")
+    if meant := _guess(section, key, kind):
         return f"unknown setting {name}; did you mean {meant}?"
-    if section in SECTIONS:
-        return f"unknown setting {name}; [{section}] has: {_list(SECTIONS[section].model_fields)}"
-    return f"unknown setting {name}; sections are: {_list(SECTIONS)}"
+    if section in sections:
+        return f"unknown setting {name}; [{section}] has: {_list(sections[section].model_fields)}"
+    return f"unknown setting {name}; sections are: {_list(sections)}"
 
 
-def _guess(section: str, key: str) -> str | None:
+def _guess(section: str, key: str, kind: type[Recipe]) -> str | None:
     """The nearest setting: in the same section, else the same key elsewhere, else anything that looks alike."""
-    in_section = [known for known in FIELDS if known.startswith(f"{section}.")]
-    same_key = [known for known in FIELDS if known.endswith(f".{key}")]
-    nearest_section = get_close_matches(section, SECTIONS, 1)
-    if nearest_section and f"{nearest_section[0]}.{key}" in FIELDS:
+    settings = kind.settings()
+    in_section = [known for known in settings if known.startswith(f"{section}.")]
+    same_key = [known for known in settings if known.endswith(f".{key}")]
+    nearest_section = get_close_matches(section, kind.sections(), 1)
+    if nearest_section and f"{nearest_section[0]}.{key}" in settings:
         return f"{nearest_section[0]}.{key}"
     near = get_close_matches(key, [known.partition(".")[2] for known in in_section], 1)
     if near and not same_key:
         return f"{section}.{near[0]}"
-    anywhere = same_key or get_close_matches(f"{section}.{key}", FIELDS, 1, cutoff=0.8)
+    anywhere = same_key or get_close_matches(f"{section}.{key}", settings, 1, cutoff=0.8)
     return anywhere[0] if anywhere else None
 
 

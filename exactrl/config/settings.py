@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from exactrl.config.algorithms import (
     AlgorithmName,
@@ -48,12 +49,57 @@ Text = Annotated[str, Field(min_length=1)]
 Whole = Annotated[int, Field(ge=0)]  # 0 has a meaning of its own, given in the description
 Count = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Tables = dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Text]  # name -> data file
 
 
 class Section(BaseModel):
     """A frozen table. Strict: no bool as a number, no number as text, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+# Settings that are fine alone and wrong together: their keys, and what is wrong ("" = nothing).
+Rules = Mapping[tuple[str, ...], Callable[..., str]]
+
+
+class Recipe(Section):
+    """A kind of recipe: its fields are sections. `command` runs it; `rules` are checked once single values are fine."""
+
+    command: ClassVar[str]
+    rules: ClassVar[Rules]
+
+    @classmethod
+    def sections(cls) -> dict[str, type[Section]]:
+        return {
+            name: field.annotation
+            for name, field in cls.model_fields.items()
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        }
+
+    @classmethod
+    def settings(cls) -> dict[str, FieldInfo]:
+        """Every setting by "section.key", in order."""
+        return {f"{name}.{key}": f for name, table in cls.sections().items() for key, f in table.model_fields.items()}
+
+    @classmethod
+    def disagreements(cls, values: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
+        """The rules that are broken, as (keys, message).
+
+        `values` maps "section.key" to a valid value; a rule whose keys are not all there is left out.
+        """
+        problems = []
+        for keys, rule in cls.rules.items():
+            if all(key in values for key in keys) and (text := rule(*(values[key] for key in keys))):
+                problems.append((keys, text))
+        return problems
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        values = {f"{section}.{key}": value for section, table in self for key, value in table}
+        if problems := self.disagreements(values):
+            raise ValueError("\n".join(text for _, text in problems))
+        return self
 
 
 class ModelConfig(Section):
@@ -80,7 +126,7 @@ class ContractConfig(Section):
 
 class DataConfig(Section):
     train: Text = Field(description="Training prompts: a data file, optionally `path@[a:b]`, or a `bundled:` name.")
-    eval: dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Text] = Field(
+    eval: Tables = Field(
         default_factory=dict, description="Held-out sets, a table of name = path; metrics are `eval/<name>/mean`."
     )
     prompt_key: Text = Field(default="prompt", description="Column that holds the prompt.")
@@ -131,9 +177,7 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[Whole, ...] = Field(
         default=(), description="Token ids that end a response; empty = the model's own."
     )
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
-        default=0, description="Seed of sampling and of data order."
-    )
+    seed: Seed = Field(default=0, description="Seed of sampling and of data order.")
     max_concurrent: Count = Field(default=256, description="Most sequences decoded together; never changes a bit.")
     kv_tokens: Whole = Field(
         default=0, description="Size of the KV cache, in tokens; 0 = what fits. Never changes a bit."
@@ -144,7 +188,28 @@ class RolloutConfig(Section):
     )
 
 
-class TrainConfig(Section):
+class OptimizerConfig(Section):
+    """What every kind of training shares."""
+
+    lr: Annotated[float, Field(ge=0)] = Field(description="Learning rate of AdamW, after warm-up.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How the learning rate falls from lr to min_lr_ratio * lr over the run."
+    )
+    warmup_steps: Whole = Field(
+        default=0, description="Steps of linear warm-up before the full learning rate; 0 = none."
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="Where a falling learning rate ends, as a part of lr."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Decoupled weight decay of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Decay rates of the two moments of AdamW.")
+    grad_clip: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest global gradient norm.")
+    max_tokens_per_microbatch: Count = Field(
+        default=8192, description="Tokens packed into one forward and backward pass."
+    )
+
+
+class TrainConfig(OptimizerConfig):
     backend: Annotated[
         str,
         _refuse(
@@ -162,23 +227,7 @@ class TrainConfig(Section):
         "paper clips at 3e-4 and 4e-4. cispo's paper sets no lower bound: clip_low = 1. dapo's other parts are "
         "dynamic_sampling, overlong_cache and overlong_filter.",
     )
-    lr: Annotated[float, Field(ge=0)] = Field(description="Learning rate of AdamW, after warm-up.")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How the learning rate falls from lr to min_lr_ratio * lr over `run.steps`."
-    )
-    warmup_steps: Whole = Field(
-        default=0, description="Steps of linear warm-up before the full learning rate; 0 = none."
-    )
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.0, description="Where a falling learning rate ends, as a part of lr."
-    )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Decoupled weight decay of AdamW.")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Decay rates of the two moments of AdamW.")
-    grad_clip: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest global gradient norm.")
     minibatches: Count = Field(default=1, description="Optimizer updates per step; must divide the samples of a step.")
-    max_tokens_per_microbatch: Count = Field(
-        default=8192, description="Tokens packed into one forward and backward pass."
-    )
     loss_aggregation: Literal["auto", "token-mean", "sequence-mean", "constant-length"] = Field(
         default="auto",
         description="Average over all response tokens, over responses, or over responses x `rollout.max_new_tokens`; "
@@ -258,18 +307,6 @@ class RunConfig(Section):
     ] = Field(default=(), description="Experiment trackers besides the run folder.")
 
 
-def disagreements(values: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
-    """Settings that are fine alone and wrong together, as (keys, message).
-
-    `values` maps "section.key" to a valid value; a rule whose keys are not all there is left out.
-    """
-    problems = []
-    for keys, rule in _RULES.items():
-        if all(key in values for key in keys) and (text := rule(*(values[key] for key in keys))):
-            problems.append((keys, text))
-    return problems
-
-
 def _minibatches_divide(prompts: int, samples: int, minibatches: int) -> str:
     total = prompts * samples
     if total % minibatches == 0:
@@ -306,7 +343,7 @@ def _reference_is_used(reference: str, coef: float) -> str:
 def _warmup_ends(warmup: int, steps: int) -> str:
     if warmup < steps:
         return ""
-    return f"train.warmup_steps = {warmup} leaves none of the {steps} steps (run.steps) at the full learning rate"
+    return f"train.warmup_steps = {warmup} leaves none of the run's {steps} steps at the full learning rate"
 
 
 def _minimum_is_used(schedule: str, ratio: float) -> str:
@@ -321,7 +358,7 @@ def _eval_has_data(every: int, tables: Mapping[str, str]) -> str:
     return f"run.eval_every = {every} but data.eval is empty; name a held-out set in [data.eval] or use 0"
 
 
-_RULES: dict[tuple[str, ...], Callable[..., str]] = {
+_RULES: Rules = {
     ("rollout.prompts_per_step", "rollout.samples_per_prompt", "train.minibatches"): _minibatches_divide,
     ("train.algorithm", "rollout.prompts_per_step", "rollout.samples_per_prompt"): group_has_baseline,
     ("train.algorithm", "train.loss_aggregation"): aggregation_fits,
@@ -337,8 +374,11 @@ _RULES: dict[tuple[str, ...], Callable[..., str]] = {
 }
 
 
-class Config(Section):
-    """A whole run. Built by `load_recipe` or `make_config`, which explain problems in the user's terms."""
+class Config(Recipe):
+    """A whole RL run. Built by `load_recipe` or `make_config`, which explain problems in the user's terms."""
+
+    command = "train"
+    rules = _RULES
 
     model: ModelConfig
     contract: ContractConfig = ContractConfig()
@@ -347,18 +387,3 @@ class Config(Section):
     rollout: RolloutConfig
     train: TrainConfig
     run: RunConfig
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Config:
-        values = {f"{section}.{key}": value for section, table in self for key, value in table}
-        if problems := disagreements(values):
-            raise ValueError("\n".join(text for _, text in problems))
-        return self
-
-
-SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
-FIELDS = {f"{section}.{key}": field for section, table in SECTIONS.items() for key, field in table.model_fields.items()}

@@ -28,6 +28,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_positions: int = 40960
+    initializer_range: float = 0.02
     raw: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,6 +98,7 @@ def parse_config(raw: dict[str, Any], path: str) -> ModelConfig:
         rms_norm_eps=_number(raw, "rms_norm_eps", path, 1e-6),
         tie_word_embeddings=_flag(raw, "tie_word_embeddings", path),
         max_positions=_integer(raw, "max_position_embeddings", path, default=32768),
+        initializer_range=_number(raw, "initializer_range", path, 0.02),
         raw=raw,
     )
     if heads % config.num_kv_heads:

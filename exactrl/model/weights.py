@@ -126,17 +126,30 @@ def digest_of(items: Iterable[tuple[str, list[torch.Tensor]]]) -> str:
     return h.hexdigest()
 
 
+def initial_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Fresh fp32 weights to train from, as transformers starts Qwen3: matrices N(0, initializer_range²), norms 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in _shapes(config):
+        if len(shape) == 1:
+            yield name, torch.ones(shape)
+        else:
+            yield name, torch.randn(shape, generator=generator) * config.initializer_range
+
+
+def _shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    skeleton = Qwen3(config, Ops(get_contract("exact-v1"), exact=False), torch.float32, trainable=False)
+    yield from ((name, (rows, *weight.shape[1:])) for name, weight, _, rows in places(skeleton))
+
+
 def random_weights(
     config: ModelConfig, seed: int, scale: float = 1.0, peak: float = 1.0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random fp32 weights for a model that has none: matrices N(0, scale² / K), norms around 1.
+    """Random fp32 weights for tests of the numerics: matrices N(0, scale² / K), norms around 1.
 
     `peak` multiplies the QK-norm weights: attention gets the sharper the larger it is.
     """
-    skeleton = Qwen3(config, Ops(get_contract("exact-v1"), exact=False), torch.float32, trainable=False)
     generator = torch.Generator().manual_seed(seed)
-    for name, weight, _, rows in places(skeleton):
-        shape = (rows, *weight.shape[1:])
+    for name, shape in _shapes(config):
         x = torch.randn(shape, generator=generator)
         if len(shape) == 1:
             yield name, (1 + 0.2 * x) * (peak if "q_norm" in name or "k_norm" in name else 1.0)

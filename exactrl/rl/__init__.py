@@ -1,1 +1,1 @@
-"""The RL loop, rollout of groups, evaluation, run folder."""
+"""The loops (RL, supervised), rollout of groups, evaluation, run folder."""

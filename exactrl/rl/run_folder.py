@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from exactrl.errors import EnvironmentProblem, ExactRLError, NonFiniteError, UsageError
+from exactrl.errors import EnvironmentProblem, ExactRLError, Interrupted, NonFiniteError, UsageError
 from exactrl.rl.resume import checkpoints, cut_after
 from exactrl.types import Group, Sample
 
@@ -96,6 +97,25 @@ class RunFolder:
         """failure.json: why the run ended early. The report's verdict reads it."""
         value = {"type": type(error).__name__, "message": str(error), "after_step": after_step}
         self.write_json("failure.json", value)
+
+    @contextmanager
+    def recorded(
+        self, summary: Mapping[str, Any], steps: int, report: Callable[[Path], object] = lambda path: None
+    ) -> Iterator[None]:
+        """Around a run: what ends it early is written to failure.json and `report` is called; Ctrl-C becomes
+        Interrupted. summary["steps"] counts finished steps. Closes metrics.jsonl."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(ExactRLError):  # a full disk must not hide why the run ended
+                self.write_failure(error, after_step=summary["steps"])
+                report(self.path)
+            if isinstance(error, KeyboardInterrupt):
+                message = f"interrupted after step {summary['steps']} of {steps}; see {self.path}"
+                raise Interrupted(message) from error
+            raise
+        finally:
+            self.close()
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step:06d}"

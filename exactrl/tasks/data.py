@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from exactrl.errors import DataError
+from exactrl.tasks.fields import Fields
 from exactrl.tasks.files import Row, read_rows
 from exactrl.tasks.tokenizer import Tokenizer
 from exactrl.types import Prompt
-
-_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +43,11 @@ def load_prompts(
     if overlong_prompts not in ("error", "filter"):
         raise DataError(f"data.overlong_prompts must be 'error' or 'filter', not {overlong_prompts!r}")
     prompts: list[Prompt] = []
+    fields = Fields(prompt_key, label_key, id_key)
     seen: dict[str, str] = {}
     num_filtered = 0
     for row in read_rows(spec):
-        prompt = _prompt(row, tokenizer, prompt_key, label_key, id_key)
+        prompt = _prompt(row, tokenizer, fields)
         if prompt.id in seen:
             raise DataError(f"{row.where}, key {id_key!r}: id {prompt.id!r} was already used at {seen[prompt.id]}")
         seen[prompt.id] = row.where
@@ -66,65 +65,13 @@ def load_prompts(
     return LoadedPrompts(prompts, num_filtered)
 
 
-def _prompt(row: Row, tokenizer: Tokenizer, prompt_key: str, label_key: str, id_key: str) -> Prompt:
-    text = _prompt_text(row, prompt_key)
-    label = _text_or_number(row, label_key) if label_key else ""
-    row_id = _text_or_number(row, id_key) if id_key else str(row.index)
-    if not row_id:
-        raise DataError(f"{row.where}, key {id_key!r}: an id must not be empty")
+def _prompt(row: Row, tokenizer: Tokenizer, fields: Fields) -> Prompt:
+    text, label = fields.prompt(row), fields.label(row)
+    row_id = fields.id(row) or str(row.index)
     token_ids = tuple(tokenizer.encode(text))
     if not token_ids:
-        raise DataError(f"{row.where}, key {prompt_key!r}: the prompt has no tokens")
-    used = {prompt_key, label_key, id_key}
-    metadata = {key: value for key, value in row.value.items() if key not in used}
-    return Prompt(id=row_id, text=text, token_ids=token_ids, label=label, metadata=metadata)
-
-
-def _prompt_text(row: Row, key: str) -> str:
-    value = _lookup(row, key)
-    if isinstance(value, list):
-        raise DataError(
-            f"{row.where}, key {key!r}: the prompt is a list of chat messages; chat templates need "
-            "data.apply_chat_template, which is not available yet: use prompts that are plain strings"
-        )
-    if not isinstance(value, str):
-        raise DataError(f"{row.where}, key {key!r}: a prompt must be a string, not {_kind(value)}")
-    if not value:
-        raise DataError(f"{row.where}, key {key!r}: the prompt is empty")
-    _check_unicode(row, key, value)
-    return value
-
-
-def _text_or_number(row: Row, key: str) -> str:
-    value = _lookup(row, key)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{row.where}, key {key!r}: must be a string or a number, not {_kind(value)}")
-    text = str(value)
-    _check_unicode(row, key, text)
-    return text
-
-
-def _lookup(row: Row, key: str) -> Any:
-    """The value of a key, or of a dotted path where no column has that very name."""
-    value: Any = row.value.get(key, _ABSENT)
-    if value is _ABSENT:
-        value = row.value
-        for name in key.split("."):
-            value = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
-    if value is _ABSENT:
-        columns = ", ".join(map(repr, row.value)) or "nothing"
-        raise DataError(f"{row.where}, key {key!r}: missing; the row has: {columns}")
-    return value
-
-
-def _check_unicode(row: Row, key: str, text: str) -> None:
-    """JSON can spell half a surrogate pair, which no tokenizer, hash or file can take."""
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise DataError(f"{row.where}, key {key!r}: holds half a surrogate pair (\\ud800 to \\udfff alone)")
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
+        raise DataError(f"{row.where}, key {fields.prompt_key!r}: the prompt has no tokens")
+    return Prompt(id=row_id, text=text, token_ids=token_ids, label=label, metadata=fields.metadata(row))
 
 
 def deduplicate(prompts: Sequence[Prompt]) -> list[Prompt]:

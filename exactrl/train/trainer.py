@@ -134,6 +134,8 @@ class Trainer:
             group["lr"] = self.lr
 
     def _old_logprobs(self, samples: Sequence[Sample]) -> Sequence[LogprobArray]:
+        if not self.algorithm.needs_old_logprobs:
+            return [np.zeros(0, np.float32)] * len(samples)
         return self.score(samples) if self.recompute_old_logprobs else [s.logprobs for s in samples]
 
     def _forward(
@@ -222,9 +224,10 @@ class Trainer:
         if not norms:
             return {"train/lr": self.lr}
         tokens = sums["num_tokens"]
+        clipped = {"train/pg_clipfrac": sums["clipped"] / tokens} if "clipped" in sums else {}
         return {
             "train/loss": sums["loss"] / len(norms),
-            "train/pg_clipfrac": sums["clipped"] / tokens,
+            **clipped,
             "train/entropy": sums["entropy"] / tokens,
             "train/grad_norm": sum(norms) / len(norms),
             "train/lr": self.lr,

@@ -13,7 +13,7 @@ from exactrl import __version__
 from exactrl.errors import EnvironmentProblem, Interrupted, NonFiniteError, ParityError, UsageError
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ["train", "plan", "check", "generate", "report"]
+COMMANDS = ["train", "sft", "plan", "check", "generate", "report"]
 
 
 def shell(*args: str, **kwargs):
@@ -35,7 +35,7 @@ def test_help_has_an_example(run, args):
 
 
 def test_only_commands_that_exist_are_listed(run):
-    for missing in ("certify", "bisect", "eval", "grade", "export", "bench", "sft", "--resume"):
+    for missing in ("certify", "bisect", "eval", "grade", "export", "bench", "--resume"):
         assert missing not in run("--help").out
         assert run(missing).code == 2
     assert "--resume" not in run("train", "--help").out
