@@ -147,7 +147,7 @@ def test_run_folder_is_complete(run):
     out, _, summary, _ = run
     names = {p.name for p in out.iterdir()}
     assert names >= {"config.toml", "plan.json", "environment.json", "metrics.jsonl", "samples", "checkpoints"}
-    assert not any(name.startswith(".") for name in names)
+    assert {name for name in names if name.startswith(".")} == {".lock"}
     assert (out / "report.html").read_text().startswith("<!")
     assert (summary["out"], summary["report"]) == (str(out), str(out / "report.html"))
     config = load_recipe(out / "config.toml")

@@ -79,6 +79,7 @@ def test_metrics(run):
 def test_run_folder(run):
     out, rows, summary, _ = run
     assert {p.name for p in out.iterdir()} == {
+        ".lock",
         "config.toml",
         "environment.json",
         "metrics.jsonl",
@@ -177,7 +178,7 @@ def broken_from_step(step: int, build=launch_sft.build_trainer):
     def build_trainer(config, folder, steps):
         trainer = build(config, folder, steps)
         see = lambda name, x: x * math.nan if name == "norm" and trainer.version == step - 1 else x  # noqa: E731
-        trainer._see = (see,)
+        trainer.see = see
         return trainer
 
     return build_trainer

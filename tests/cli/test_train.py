@@ -29,7 +29,7 @@ def seen(launch):
     """Fakes a run of two steps; returns the configs that it was given."""
     configs = []
 
-    def train(config, events):
+    def train(config, events, resume=False):
         configs.append(config)
         events.on_start({"out": config.run.out, "device": "cpu", "nested": {}})
         for step in (1, 2):
