@@ -145,7 +145,8 @@ def test_override_is_parsed_by_the_type_of_its_field(name, text, value):
         ("train.kl_coef", 0.1, "reference policy"),
         ("train.dynamic_sampling", True, "not built yet"),
         ("train.activation_checkpointing", "full", "not built yet"),
-        ("data.apply_chat_template", True, "not built yet"),
+        ("data.label_pattern", "#### .+", "one group"),
+        ("data.label_pattern", "(", "one group"),
         ("run.trackers", ["wandb"], "metrics.jsonl"),
     ],
 )

@@ -1,25 +1,40 @@
-"""Data files to prompts: keys, ids, tokenisation, and the limit on prompt length."""
+"""Data files to prompts: rows, repeats, ids, tokenisation, and the limit on prompt length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from exactrl.errors import DataError
-from exactrl.tasks.files import Row, read_rows
+from exactrl.tasks.fields import Fields, Render
+from exactrl.tasks.files import Block, Row, read_blocks
+from exactrl.tasks.store import PromptStore, Records, Spill, Texts
 from exactrl.tasks.tokenizer import Tokenizer
 from exactrl.types import Prompt
 
-_ABSENT = object()
+# Texts tokenised together: enough for every core. Rows that are Python values at the same time.
+_BATCH = 1024
+_PART = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """Prompts in file order, and how many longer ones were filtered out (0 with the "error" policy)."""
+    """Prompts in file order, and what became of the rows: len(prompts) + num_filtered + num_repeated = num_rows.
 
-    prompts: list[Prompt]
+    num_unique counts different prompt texts among all rows; num_filtered rows were too long; num_repeated rows had the
+    text of an earlier one and were left out (dedupe).
+    """
+
+    prompts: Sequence[Prompt]
+    num_rows: int
+    num_unique: int
     num_filtered: int = 0
+    num_repeated: int = 0
 
 
 def load_prompts(
@@ -28,113 +43,152 @@ def load_prompts(
     *,
     prompt_key: str = "prompt",
     label_key: str = "label",
+    label_pattern: str = "",
     id_key: str = "",
+    render: Render | None = None,
     max_prompt_tokens: int | None = None,
     overlong_prompts: str = "error",
+    dedupe: bool = False,
 ) -> LoadedPrompts:
-    """Reads `spec` (files.read_rows) and tokenises each prompt once.
+    """Reads `spec` (files.read_blocks) and tokenises each different prompt once.
 
-    A key may be a dotted path into nested objects (`reward_model.ground_truth`). The label is a string or a number;
-    an empty label_key gives every row the label "". An empty id_key makes the id the row's number in the file, from 0
-    and counted before slicing, so slices of one file never share an id. Columns not named by a key become metadata.
-    A prompt longer than max_prompt_tokens is an error or is filtered.
+    An empty label_key gives every row the label "". label_pattern is a regular expression whose group is taken out of
+    the label. An empty id_key makes the id the row's number in the file, from 0 and counted before slicing, so slices
+    of one file never share an id. Columns not named by a key become metadata. `render` makes text of chat messages.
+    A prompt longer than max_prompt_tokens is an error or is filtered. dedupe keeps the first row of each prompt text.
 
-    Raises DataError naming file, row and key: missing key, wrong type, empty prompt, repeated id, overlong prompt, and
-    a file whose prompts were all filtered.
+    Raises DataError naming file, row and key: missing key, wrong type, empty prompt, repeated id (with dedupe: of
+    another text), overlong prompt, with dedupe one text with two labels; and a file whose prompts were all filtered.
     """
     if overlong_prompts not in ("error", "filter"):
         raise DataError(f"data.overlong_prompts must be 'error' or 'filter', not {overlong_prompts!r}")
-    prompts: list[Prompt] = []
-    seen: dict[str, str] = {}
-    num_filtered = 0
-    for row in read_rows(spec):
-        prompt = _prompt(row, tokenizer, prompt_key, label_key, id_key)
-        if prompt.id in seen:
-            raise DataError(f"{row.where}, key {id_key!r}: id {prompt.id!r} was already used at {seen[prompt.id]}")
-        seen[prompt.id] = row.where
-        if max_prompt_tokens is None or len(prompt.token_ids) <= max_prompt_tokens:
-            prompts.append(prompt)
-        elif overlong_prompts == "filter":
-            num_filtered += 1
-        else:
-            raise DataError(
-                f"{row.where}, key {prompt_key!r}: the prompt has {len(prompt.token_ids)} tokens, more than "
-                f"data.max_prompt_tokens = {max_prompt_tokens}; raise it, or set data.overlong_prompts = 'filter'"
-            )
-    if not prompts:
-        raise DataError(f"{spec}: all {num_filtered} prompts are longer than max_prompt_tokens = {max_prompt_tokens}")
-    return LoadedPrompts(prompts, num_filtered)
-
-
-def _prompt(row: Row, tokenizer: Tokenizer, prompt_key: str, label_key: str, id_key: str) -> Prompt:
-    text = _prompt_text(row, prompt_key)
-    label = _text_or_number(row, label_key) if label_key else ""
-    row_id = _text_or_number(row, id_key) if id_key else str(row.index)
-    if not row_id:
-        raise DataError(f"{row.where}, key {id_key!r}: an id must not be empty")
-    token_ids = tuple(tokenizer.encode(text))
-    if not token_ids:
-        raise DataError(f"{row.where}, key {prompt_key!r}: the prompt has no tokens")
-    used = {prompt_key, label_key, id_key}
-    metadata = {key: value for key, value in row.value.items() if key not in used}
-    return Prompt(id=row_id, text=text, token_ids=token_ids, label=label, metadata=metadata)
-
-
-def _prompt_text(row: Row, key: str) -> str:
-    value = _lookup(row, key)
-    if isinstance(value, list):
+    fields = Fields(prompt_key, label_key, id_key, label_pattern, render)
+    loader = _Loader(fields, tokenizer, max_prompt_tokens if overlong_prompts == "error" else None, dedupe)
+    for block in read_blocks(spec):
+        loader.add(block)
+    loaded = loader.finish(max_prompt_tokens)
+    if not loaded.prompts:
         raise DataError(
-            f"{row.where}, key {key!r}: the prompt is a list of chat messages; chat templates need "
-            "data.apply_chat_template, which is not available yet: use prompts that are plain strings"
+            f"{spec}: all {loaded.num_rows} prompts are longer than max_prompt_tokens = {max_prompt_tokens}"
         )
-    if not isinstance(value, str):
-        raise DataError(f"{row.where}, key {key!r}: a prompt must be a string, not {_kind(value)}")
-    if not value:
-        raise DataError(f"{row.where}, key {key!r}: the prompt is empty")
-    _check_unicode(row, key, value)
-    return value
+    return loaded
 
 
-def _text_or_number(row: Row, key: str) -> str:
-    value = _lookup(row, key)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{row.where}, key {key!r}: must be a string or a number, not {_kind(value)}")
-    text = str(value)
-    _check_unicode(row, key, text)
-    return text
+class _Loader:
+    """Collects rows block by block. Texts, labels and ids are compared by 64- or 128-bit hashes, taken for equality."""
 
+    def __init__(self, fields: Fields, tokenizer: Tokenizer, limit: int | None, dedupe: bool) -> None:
+        self.fields = fields
+        self.tokenizer = tokenizer
+        self.limit = limit  # None: longer prompts are filtered at the end
+        self.dedupe = dedupe
+        self.texts = Texts(Spill(), array("I"))
+        self.records = Records(Spill())
+        self.pending: list[tuple[str, Row]] = []  # texts to tokenise, and the row that each was first seen in
+        self.number_of: dict[bytes, int] = {}  # text hash -> number of the text
+        self.label_of = array("Q")  # per text: hash of its label, and the place of its first row
+        self.place_of = array("Q")
+        self.ids: dict[bytes, tuple[int, int]] = {}  # id hash -> number of the text, place
+        self.row_texts: list[NDArray[np.uint32]] = []  # per row
+        self.entries: list[tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.uint32]]] = []  # row, text, record
 
-def _lookup(row: Row, key: str) -> Any:
-    """The value of a key, or of a dotted path where no column has that very name."""
-    value: Any = row.value.get(key, _ABSENT)
-    if value is _ABSENT:
-        value = row.value
-        for name in key.split("."):
-            value = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
-    if value is _ABSENT:
-        columns = ", ".join(map(repr, row.value)) or "nothing"
-        raise DataError(f"{row.where}, key {key!r}: missing; the row has: {columns}")
-    return value
+    def add(self, block: Block) -> None:
+        keys = self.fields.keys if self.dedupe else None
+        positions, inverse = block.distinct(keys)
+        if self.fields.id_key and not self.dedupe and len(positions) < len(block):
+            _, counts = np.unique(inverse, return_counts=True)
+            again = np.flatnonzero(inverse == int(counts.argmax()))[:2].tolist()
+            first, second = block.rows(again)
+            raise self._repeated_id(second, str(self.fields.id(second)), first.place, same_text=True)
+        numbers = array("I")  # per distinct row: its text, and without dedupe its record
+        records = array("I")
+        for begin in range(0, len(positions), _PART):
+            part = positions[begin : begin + _PART]
+            num_known = len(self.number_of)
+            rows = block.rows(part, keys)
+            numbers.extend(map(self._number, rows))
+            if not self.dedupe:
+                records.extend(map(self._record, rows))
+            elif len(self.number_of) > num_known:
+                self._keep_first(block, part, numbers[begin:], num_known)
+        text_of = np.array(numbers, np.uint32)[inverse]
+        self.row_texts.append(text_of)
+        if not self.dedupe:
+            record_of = np.array(records, np.uint32)[inverse]
+            self.entries.append((block.start + np.arange(len(block)), text_of, record_of))
 
+    def _keep_first(self, block: Block, positions: list[int], numbers: array[int], num_known: int) -> None:
+        """Makes prompts of the rows that brought a text not seen before: texts are numbered as they come."""
+        first: dict[int, int] = {}
+        for position, number in zip(positions, numbers, strict=True):
+            if number >= num_known:
+                first.setdefault(number, position)
+        rows = block.rows(list(first.values()))
+        records = np.array([self._record(row) for row in rows], np.uint32)
+        indices = np.array([row.index for row in rows], np.int64)
+        self.entries.append((indices, np.array(list(first), np.uint32), records))
 
-def _check_unicode(row: Row, key: str, text: str) -> None:
-    """JSON can spell half a surrogate pair, which no tokenizer, hash or file can take."""
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise DataError(f"{row.where}, key {key!r}: holds half a surrogate pair (\\ud800 to \\udfff alone)")
+    def finish(self, max_prompt_tokens: int | None) -> LoadedPrompts:
+        self._tokenise()
+        lengths = np.array(self.texts.num_tokens, np.uint32)
+        row_texts = np.concatenate(self.row_texts)
+        rows, text_of, record_of = (np.concatenate(parts) for parts in zip(*self.entries, strict=True))
+        num_filtered = 0
+        if max_prompt_tokens is not None:
+            fits = lengths <= max_prompt_tokens
+            kept = fits[text_of]
+            rows, text_of, record_of = rows[kept], text_of[kept], record_of[kept]
+            num_filtered = int(np.count_nonzero(~fits[row_texts]))
+        store = PromptStore(self.texts, self.records, rows, text_of, record_of)
+        num_repeated = len(row_texts) - num_filtered - len(rows)
+        assert num_repeated >= 0 if self.dedupe else num_repeated == 0, num_repeated
+        return LoadedPrompts(store, len(row_texts), len(lengths), num_filtered, num_repeated)
 
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
-
-
-def deduplicate(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first of each text, in file order. Raises DataError when the same text has two labels."""
-    first: dict[str, Prompt] = {}
-    for p in prompts:
-        kept = first.setdefault(p.text, p)
-        if kept.label != p.label:
+    def _number(self, row: Row) -> int:
+        """The number of the row's text; checks label and id against earlier rows."""
+        text, label, row_id = self.fields.prompt(row), self.fields.label(row), self.fields.id(row)
+        key = _digest(text, 16)
+        number = self.number_of.setdefault(key, len(self.number_of))
+        label_hash = int.from_bytes(_digest(label, 8), "little")
+        if number == len(self.label_of):
+            self.label_of.append(label_hash)
+            self.place_of.append(row.place)
+            self.pending.append((text, row))
+            if len(self.pending) == _BATCH:
+                self._tokenise()
+        elif self.dedupe and self.label_of[number] != label_hash:
             raise DataError(
-                f"data.dedupe: prompts {kept.id!r} and {p.id!r} have the same text but labels {kept.label!r} and "
-                f"{p.label!r}; correct the data"
+                f"{row.where}, key {self.fields.label_key!r}: the label is {label!r}, but the same prompt has another "
+                f"label at {row.source} {self.place_of[number]}; correct the data (data.dedupe needs one label each)"
             )
-    return list(first.values())
+        if row_id is not None:
+            other, place = self.ids.setdefault(_digest(row_id, 16), (number, row.place))
+            if place != row.place and not (self.dedupe and other == number):
+                raise self._repeated_id(row, row_id, place, same_text=other == number)
+        return number
+
+    def _record(self, row: Row) -> int:
+        return self.records.append(self.fields.label(row), self.fields.id(row), self.fields.metadata(row))
+
+    def _tokenise(self) -> None:
+        batch, self.pending = self.pending, []
+        for (text, row), ids in zip(batch, self.tokenizer.encode_batch([text for text, _ in batch]), strict=True):
+            where = f"{row.where}, key {self.fields.prompt_key!r}"
+            if not ids:
+                raise DataError(f"{where}: the prompt has no tokens")
+            if self.limit is not None and len(ids) > self.limit:
+                raise DataError(
+                    f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {self.limit}; "
+                    "raise it, or set data.overlong_prompts = 'filter'"
+                )
+            self.texts.append(text, ids)
+
+    def _repeated_id(self, row: Row, row_id: str, place: int, same_text: bool) -> DataError:
+        what = "with the same prompt; set data.dedupe = true to keep the first" if same_text else "with another prompt"
+        return DataError(
+            f"{row.where}, key {self.fields.id_key!r}: id {row_id!r} was already used at {row.source} {place}, {what}"
+        )
+
+
+def _digest(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
