@@ -6,6 +6,7 @@ import pickle
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -30,21 +31,27 @@ class Spill:
         return len(self._ends) - 1
 
     def append(self, content: bytes) -> int:
-        """Raises EnvironmentProblem when the folder for temporary files is full."""
-        try:
+        """Raises EnvironmentProblem, as `read` does, when the temporary file cannot be written."""
+        with _disk_faults():
             self._file.seek(self._ends[-1])
             self._file.write(content)
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"prompts are kept in a temporary file below {tempfile.gettempdir()}, which cannot be written: "
-                f"{error.strerror}; set TMPDIR to a folder with more room"
-            ) from error
         self._ends.append(self._ends[-1] + len(content))
         return len(self) - 1
 
     def read(self, number: int) -> bytes:
-        self._file.seek(self._ends[number])
-        return self._file.read(self._ends[number + 1] - self._ends[number])
+        with _disk_faults():
+            self._file.seek(self._ends[number])
+            return self._file.read(self._ends[number + 1] - self._ends[number])
+
+
+@contextmanager
+def _disk_faults() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"prompts are kept in a temporary file, which cannot be used: {error}; set TMPDIR to a folder with room"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class Records:
 
 
 class PromptStore(Sequence[Prompt]):
-    """Prompts in file order, made when they are asked for.
+    """Prompts in file order, made when they are asked for; not for several threads at once.
 
     rows, text_of, record_of: for each prompt the number of its row in the file, of its text, and of its record.
     """

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exactrl.errors import DataError, ExactRLError
+from exactrl.errors import DataError, EnvironmentProblem, ExactRLError
 from exactrl.tasks import store
 from exactrl.tasks.chat import ChatTemplate
 from exactrl.tasks.data import load_prompts
@@ -296,6 +296,13 @@ def test_memory_of_distinct_jsonl_rows_is_bounded(tokenizer, write, monkeypatch)
     assert peak < size / 2
     assert prompts[1_234].text == "1234 " + "<|pad|>" * 300
     assert prompts[1_234].token_ids == tuple(tokenizer.encode(prompts[1_234].text))
+
+
+def test_a_temporary_file_that_cannot_be_written_is_named(tokenizer, write, monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(EnvironmentProblem, match=r"temporary file, which cannot be used: .*set TMPDIR"):
+        load_prompts(write(GOOD), tokenizer)
 
 
 def prompts_or_fault(path, tokenizer, **options):

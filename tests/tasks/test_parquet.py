@@ -129,28 +129,29 @@ def test_D_29_same_prompts_as_from_jsonl(tokenizer, write, write_parquet):
     assert type(as_parquet[0].metadata["tags"]) is list
 
 
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from(["", "a", "ß"]) | st.floats(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
-    max_leaves=4,
+def types(leaves):
+    """Strategies of one Arrow type each: leaves, lists and structs of them, all with nulls."""
+    inner = leaves.map(lambda values: st.none() | values)
+    structs = inner.map(lambda values: st.fixed_dictionaries({"a": values}, optional={"b": st.integers(0, 1)}))
+    return structs | inner.map(lambda values: st.lists(values, max_size=3))
+
+
+LEAVES = st.sampled_from(
+    [st.integers(0, 2), st.booleans(), st.sampled_from(["", "a", "ß"]), st.sampled_from([0.0, -0.0, 0.5]), st.none()]
 )
-tables = st.lists(st.fixed_dictionaries({"x": values, "y": values}), min_size=1, max_size=12)
+one_type = st.recursive(LEAVES, types, max_leaves=3)
+rows_of_types = st.tuples(one_type, one_type).flatmap(
+    lambda pair: st.lists(st.fixed_dictionaries({"x": pair[0], "y": st.none() | pair[1]}), min_size=1, max_size=12)
+)
 
 
-@given(tables, st.integers(0, 5), st.integers(1, 12))
+@given(rows_of_types, st.integers(0, 5), st.integers(1, 12))
 def test_distinct_rows_are_exact(rows, low, size):
     """Every row equals the one that stands for it, in a slice of a batch, too; rows that stand for others differ."""
-    try:
-        batch = pa.RecordBatch.from_pylist(rows)
-    except pa.ArrowException:
-        return  # no common type
-    batch = batch.slice(low, size)
-    if not len(batch):
-        return
+    batch = pa.RecordBatch.from_pylist(rows).slice(low, size)
     values = [repr(row) for row in batch.to_pylist()]
     positions, inverse = parquet.ParquetBlock("f", 0, batch).distinct()
     assert [values[positions[i]] for i in inverse] == values
-    assert positions == sorted(positions)
     assert positions == [values.index(value) for value in dict.fromkeys(values)]
 
 
