@@ -146,6 +146,15 @@ def test_null_keys_and_reasoning_names_as_in_transformers(folder, theirs):
     ]
     assert loaded(folder).render(messages) == theirs(messages, enable_thinking=False)
     assert "<think>\nc\n</think>" in loaded(folder).render(messages)
+    everything = "{{ messages | tojson }}"
+    assert ChatTemplate(everything).render(messages) == theirs(messages, chat_template=everything)
+
+
+def test_null_keys_are_left_out():
+    """Independent of transformers: parquet gives every message all keys of its column."""
+    messages = [{"role": "user", "content": "a", "name": None}, {"role": "tool", "content": None}]
+    text = ChatTemplate("{{ messages | tojson }}").render(messages)
+    assert json.loads(text) == [{"role": "user", "content": "a"}, {"role": "tool"}]
 
 
 @pytest.mark.skipif("EXACTRL_QWEN3_TOKENIZER" not in os.environ, reason="EXACTRL_QWEN3_TOKENIZER names no folder")

@@ -78,10 +78,12 @@ def test_D_23_rows_and_unique_prompts_are_reported(tokenizer, write_parquet):
 def test_dedupe_keeps_the_first_row_and_its_columns(tokenizer, write_parquet):
     rows = [dapo(1), dapo(2), dapo(1), dapo(3), dapo(2)]
     rows = [row | {"extra_info": {"index": str(i)}} for i, row in enumerate(rows)]
-    loaded = load_prompts(write_parquet(rows, row_group_size=2), tokenizer, dedupe=True, **DAPO)
-    assert [(p.id, p.label, p.metadata["extra_info"]["index"]) for p in loaded.prompts] == [
-        ("0", "1", "0"), ("1", "2", "1"), ("3", "3", "3"),
-    ]  # fmt: skip
+    path = write_parquet(rows, row_group_size=2)
+    for id_key in ("", "extra_info.index"):
+        loaded = load_prompts(path, tokenizer, dedupe=True, id_key=id_key, **DAPO)
+        assert [(p.id, p.label, p.metadata["extra_info"]["index"]) for p in loaded.prompts] == [
+            ("0", "1", "0"), ("1", "2", "1"), ("3", "3", "3"),
+        ]  # fmt: skip
 
 
 def test_dedupe_refuses_two_labels_and_names_both_rows(tokenizer, write_parquet):
