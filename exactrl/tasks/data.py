@@ -20,6 +20,8 @@ from exactrl.types import Prompt
 # Texts tokenised together: enough for every core. Rows that are Python values at the same time.
 _BATCH = 1024
 _PART = 8192
+# Rows remembered so that equal ones are not looked at again.
+_MAX_SEEN = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class _Loader:
         self.records = Records(Spill())
         self.pending: list[tuple[str, Row]] = []  # texts to tokenise, and the row that each was first seen in
         self.number_of: dict[bytes, int] = {}  # text hash -> number of the text
+        self.seen: dict[bytes, int] = {}  # hash of a whole row -> number of its text
         self.label_of = array("Q")  # per text: hash of its label, and the place of its first row
         self.place_of = array("Q")
         self.ids: dict[bytes, tuple[int, int]] = {}  # id hash -> number of the text, place
@@ -106,7 +109,7 @@ class _Loader:
             part = positions[begin : begin + _PART]
             num_known = len(self.number_of)
             rows = block.rows(part, keys)
-            numbers.extend(map(self._number, rows))
+            numbers.extend(map(self._number_again if self.dedupe else self._number, rows))
             if not self.dedupe:
                 records.extend(map(self._record, rows))
             elif len(self.number_of) > num_known:
@@ -143,6 +146,16 @@ class _Loader:
         num_repeated = len(row_texts) - num_filtered - len(rows)
         assert num_repeated >= 0 if self.dedupe else num_repeated == 0, num_repeated
         return LoadedPrompts(store, len(row_texts), len(lengths), num_filtered, num_repeated)
+
+    def _number_again(self, row: Row) -> int:
+        """As `_number`, fast for a row that equals an earlier one: with dedupe it brings nothing new."""
+        key = _digest(repr(row.value), 16)
+        number = self.seen.get(key)
+        if number is None:
+            if len(self.seen) >= _MAX_SEEN:
+                self.seen.clear()
+            number = self.seen[key] = self._number(row)
+        return number
 
     def _number(self, row: Row) -> int:
         """The number of the row's text; checks label and id against earlier rows."""

@@ -16,7 +16,7 @@ from exactrl.errors import DataError
 from exactrl.tasks.files import Row
 
 # The larger the blocks, the more repeats of a repeated data set meet in one.
-BLOCK_BYTES = 64 << 20
+BLOCK_BYTES = 96 << 20
 MOST_BLOCK_ROWS = 1 << 18
 # Lists longer than this are not compared element by element.
 LONGEST_LIST = 32
