@@ -43,7 +43,7 @@ def write_result(name: str, rows: list[dict[str, Any]], summary: dict[str, Any],
         "machine": machine,
         "versions": {"python": env["python"], "exactrl": env["exactrl"], **env["versions"]},
         "git_revision": env["git_revision"],
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "rows": rows,
         "summary": summary,
     }

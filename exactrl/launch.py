@@ -35,7 +35,8 @@ from exactrl.rl.resume import Checkpoint, checkpoints, newest_complete, read_row
 from exactrl.rl.run_folder import RunFolder
 from exactrl.rl.shaping import Shaping
 from exactrl.sync.memory import sync
-from exactrl.tasks.data import deduplicate, load_prompts
+from exactrl.tasks.chat import Message, load_chat_template
+from exactrl.tasks.data import load_prompts
 from exactrl.tasks.files import resolve_path, split_slice
 from exactrl.tasks.rewards import resolve_reward
 from exactrl.tasks.task import DataTask
@@ -88,7 +89,8 @@ def contract_of(config: Config | SftConfig) -> Contract:
 
 
 def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer, dict[str, Any]]:
-    """Prompts and rewards, tokenizer, and how many prompts each set has and lost: filtered, repeated (dedupe).
+    """Prompts and rewards, tokenizer, and counts per set: rows, unique (different prompts), prompts, and the rows left
+    out: filtered, repeated (dedupe).
 
     Raises DataError, ConfigError, ModelError.
     """
@@ -97,29 +99,42 @@ def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer, dict[
         raise ModelError(f"{folder}: training needs the model's tokenizer.json")
     data = config.data
     keys: dict[str, Any] = {
-        "prompt_key": data.prompt_key, "label_key": data.label_key, "id_key": data.id_key,
-        "max_prompt_tokens": data.max_prompt_tokens, "overlong_prompts": data.overlong_prompts,
+        "prompt_key": data.prompt_key, "label_key": data.label_key, "label_pattern": data.label_pattern,
+        "id_key": data.id_key, "max_prompt_tokens": data.max_prompt_tokens, "overlong_prompts": data.overlong_prompts,
+        "dedupe": data.dedupe, "render": chat_renderer(config, folder) if data.apply_chat_template else None,
     }  # fmt: skip
     loaded = {name: load_prompts(path, tokenizer, **keys) for name, path in [("", data.train), *data.eval.items()]}
-    train_prompts = deduplicate(loaded[""].prompts) if data.dedupe else loaded[""].prompts
     evals = {name: found.prompts for name, found in loaded.items() if name}
-    counts: dict[str, Any] = {
-        name or "train": {"prompts": len(found.prompts), "filtered": found.num_filtered}
+    counts = {
+        name or "train": {
+            "rows": found.num_rows, "unique": found.num_unique, "prompts": len(found.prompts),
+            "filtered": found.num_filtered, "repeated": found.num_repeated,
+        }
         for name, found in loaded.items()
-    }
-    counts["train"] |= {"prompts": len(train_prompts), "repeated": len(loaded[""].prompts) - len(train_prompts)}
+    }  # fmt: skip
     reward = resolve_reward(config.reward.name, config.reward.timeout_s)
     stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
     task = DataTask(
-        train_prompts, evals, tokenizer, reward, seed=config.rollout.seed, shuffle=data.shuffle, stop_token_ids=stop
+        loaded[""].prompts, evals, tokenizer, reward, seed=config.rollout.seed, shuffle=data.shuffle,
+        stop_token_ids=stop,
     )  # fmt: skip
     return task, tokenizer, counts
 
 
+def chat_renderer(config: Config, folder: Path) -> Callable[[Sequence[Message]], str]:
+    """Messages to text with the model's own chat template. Raises ModelError where it has none."""
+    template = load_chat_template(folder)
+    if template is None:
+        raise ModelError(
+            f"{folder}: data.apply_chat_template needs a chat template, and there is neither a chat_template.jinja nor "
+            "a chat_template in tokenizer_config.json; add one, or use prompts that are plain text"
+        )
+    return partial(template.render, enable_thinking=config.data.enable_thinking)
+
+
 def _require_servable(engine: NativeEngine, task: DataTask, settings: loop.Plan) -> None:
     """Raises RequestError, before a run folder exists, when the longest prompt could never be served."""
-    prompts = [*task.all_train_prompts(), *(p for table in task.eval_prompts().values() for p in table)]
-    longest = max(prompts, key=lambda p: len(p.token_ids))
+    longest = task.longest_prompt()
     engine.require_servable(Request(longest.id, longest.token_ids, settings.collecting.sampling))
 
 

@@ -149,7 +149,8 @@ def test_override_is_parsed_by_the_type_of_its_field(name, text, value):
         ("train.kl_in", "advantage", '"reward"'),
         ("train.max_sampling_rounds", 1, "at least 2"),
         ("train.activation_checkpointing", "full", "not built yet"),
-        ("data.apply_chat_template", True, "not built yet"),
+        ("data.label_pattern", "#### .+", "one group"),
+        ("data.label_pattern", "(", "one group"),
         ("run.trackers", ["wandb"], "metrics.jsonl"),
     ],
 )

@@ -472,13 +472,3 @@ def test_own_stop_tokens_are_not_part_of_the_text(tmp_path):
     stopped = [r for r in rows if r["finish_reason"] == "stop"]
     assert stopped
     assert all(r["token_ids"][-1] == newline and not r["text"].endswith("\n") for r in stopped)
-
-
-def test_dedupe_keeps_file_order_and_refuses_two_labels():
-    from exactrl.tasks.data import deduplicate
-    from exactrl.types import Prompt
-
-    a, b = Prompt("0", "A", (1,), "1"), Prompt("1", "B", (2,), "2")
-    assert deduplicate([a, b, Prompt("2", "A", (1,), "1")]) == [a, b]
-    with pytest.raises(DataError, match="labels"):
-        deduplicate([a, Prompt("2", "A", (1,), "7")])

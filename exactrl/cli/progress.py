@@ -114,6 +114,8 @@ class PlainEvents:
         if not self.quiet:
             scalars = {key: value for key, value in info.items() if isinstance(value, str | int | float)}
             self._line(" ".join(f"{key}={value}" for key, value in scalars.items()))
+            for name, counts in info.get("data", {}).items():
+                self._line(f"data {name}: " + " ".join(f"{key}={value}" for key, value in counts.items()))
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
         pass

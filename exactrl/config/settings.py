@@ -38,6 +38,13 @@ def _one_today(what: str) -> AfterValidator:
     return _refuse(lambda value: value == 1, f"{what} is not built yet; use 1")
 
 
+def _has_one_group(pattern: str) -> bool:
+    try:
+        return pattern == "" or re.compile(pattern).groups == 1
+    except re.error:
+        return False
+
+
 def _reward_known(name: str) -> bool:
     return name == "arithmetic" or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
@@ -133,18 +140,27 @@ class DataConfig(Section):
     label_key: str = Field(
         default="label", description="Column with the answer the reward compares with; empty = none."
     )
+    label_pattern: Annotated[
+        str, _refuse(_has_one_group, 'must be a regular expression with one group, such as "#### (.+)"')
+    ] = Field(
+        default="",
+        description="Regular expression searched in every label; its group becomes the label. Empty = the whole label.",
+    )
     id_key: str = Field(default="", description="Column that holds a unique id; empty = the row number.")
-    apply_chat_template: Annotated[
-        bool, _refuse(lambda on: not on, "chat templates are not built yet; render prompts into text and use false")
-    ] = Field(default=False, description="Render prompts with the chat template of the tokenizer.")
+    apply_chat_template: bool = Field(
+        default=False,
+        description="Render prompts (chat messages, or a text as one user message) with the model's own chat template.",
+    )
     enable_thinking: bool = Field(default=False, description="Passed to the chat template; unused without one.")
-    max_prompt_tokens: Count = Field(default=1024, description="Longest prompt, in tokens.")
+    max_prompt_tokens: Count = Field(default=1024, description="Longest prompt, in tokens, after the chat template.")
     overlong_prompts: Literal["error", "filter"] = Field(
         default="error",
         description="What to do with longer prompts: stop before training, or leave them out and count them.",
     )
     shuffle: bool = Field(default=True, description="Shuffle prompts each epoch, from `rollout.seed`.")
-    dedupe: bool = Field(default=False, description="Keep only the first of rows with the same prompt.")
+    dedupe: bool = Field(
+        default=False, description="Keep only the first of rows with the same prompt, in `data.eval` sets, too."
+    )
 
 
 class RewardConfig(Section):
@@ -352,6 +368,12 @@ def _minimum_is_used(schedule: str, ratio: float) -> str:
     return f'train.min_lr_ratio = {ratio} has no meaning with train.lr_schedule = "constant"; use "linear" or "cosine"'
 
 
+def _pattern_has_label(pattern: str, label_key: str) -> str:
+    if not pattern or label_key:
+        return ""
+    return f"data.label_pattern = {pattern!r} has nothing to search: data.label_key is empty"
+
+
 def _eval_has_data(every: int, tables: Mapping[str, str]) -> str:
     if every == 0 or tables:
         return ""
@@ -370,6 +392,7 @@ _RULES: Rules = {
     ("train.overlong_cache", "rollout.max_new_tokens"): _overlong_fits,
     ("train.warmup_steps", "run.steps"): _warmup_ends,
     ("train.lr_schedule", "train.min_lr_ratio"): _minimum_is_used,
+    ("data.label_pattern", "data.label_key"): _pattern_has_label,
     ("run.eval_every", "data.eval"): _eval_has_data,
 }
 

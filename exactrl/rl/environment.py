@@ -16,7 +16,7 @@ import torch
 from exactrl import __version__
 from exactrl.ops.cpu.jit import sources_digest
 
-LIBRARIES = ("torch", "numba", "llvmlite", "numpy", "safetensors", "tokenizers", "pydantic")
+LIBRARIES = ("torch", "numba", "llvmlite", "numpy", "safetensors", "tokenizers", "jinja2", "pyarrow", "pydantic")
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 

@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from exactrl.errors import DataError
 from exactrl.tasks.rewards import Reward
+from exactrl.tasks.store import longest_prompt
 from exactrl.tasks.tokenizer import Tokenizer
 from exactrl.types import Prompt, Sample
+
+# Smaller data sets keep the order they always had.
+BLAKE2_BELOW = 2**16
 
 
 class DataTask:
@@ -31,8 +38,8 @@ class DataTask:
         """stop_token_ids: the run's; empty: the model's own."""
         if not train:
             raise DataError("the training data set holds no prompts")
-        self._train = list(train)
-        self._evals = {name: list(prompts) for name, prompts in evals.items()}
+        self._train = train
+        self._evals = dict(evals)
         self._tokenizer = tokenizer
         self._reward = reward
         self._seed = seed
@@ -42,18 +49,25 @@ class DataTask:
     def train_prompts(self, start: int, count: int) -> list[Prompt]:
         """Prompts number start to start + count - 1 of an endless sequence of epochs.
 
-        Each epoch is its own permutation of the data set (file order without shuffle), fixed by the seed. A prompt that
-        comes twice in one call, which can happen where two epochs meet, has its epoch added to its id the second time:
-        sampling noise depends on (step, id), and the two must not get the same.
+        A prompt that comes twice in one call, which can happen where two epochs meet, has its epoch added to its id the
+        second time: sampling noise depends on (step, id), and the two must not get the same.
         """
         drawn: dict[str, Prompt] = {}
         for position in range(start, start + count):
-            epoch, offset = divmod(position, len(self._train))
-            prompt = self._train[self._order(epoch)[offset]]
+            prompt = self.prompt_at(position)
             while prompt.id in drawn:
-                prompt = replace(prompt, id=f"{prompt.id}@epoch{epoch}")
+                prompt = replace(prompt, id=f"{prompt.id}@epoch{position // len(self._train)}")
             drawn[prompt.id] = prompt
         return list(drawn.values())
+
+    def prompt_at(self, position: int) -> Prompt:
+        """Prompt number `position` of the endless sequence of epochs; any position is cheap.
+
+        Each epoch is its own permutation of the data set (file order without shuffle), fixed by the seed.
+        """
+        epoch, offset = divmod(position, len(self._train))
+        order = epoch_order(len(self._train), self._seed, epoch) if self._shuffle else range(len(self._train))
+        return self._train[int(order[offset])]
 
     def eval_prompts(self) -> dict[str, list[Prompt]]:
         return {name: list(prompts) for name, prompts in self._evals.items()}
@@ -62,24 +76,29 @@ class DataTask:
         """The text of a response without its stop token; other special tokens stay visible."""
         return self._tokenizer.decode_response(token_ids, self._stop_token_ids)
 
-    def all_train_prompts(self) -> list[Prompt]:
-        return self._train
+    def longest_prompt(self) -> Prompt:
+        """The longest prompt of all sets, in tokens."""
+        sets = [self._train, *self._evals.values()]
+        return max((longest_prompt(prompts) for prompts in sets if prompts), key=lambda p: len(p.token_ids))
 
     def reward(self, prompt: Prompt, sample: Sample) -> float:
         return self._reward(prompt, sample)
 
-    def _order(self, epoch: int) -> Sequence[int]:
-        return epoch_order(len(self._train), self._seed, epoch) if self._shuffle else range(len(self._train))
-
 
 @lru_cache(maxsize=4)
-def epoch_order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+def epoch_order(size: int, seed: int, epoch: int) -> Sequence[int] | NDArray[np.uint32]:
     """A permutation of range(size): sorted by a hash of (seed, epoch, index).
 
-    A hash, not a library's shuffle, so that a resumed run sees the same order whatever the library versions.
+    A hash, not a library's shuffle, so that a resumed run sees the same order whatever the library versions. From
+    BLAKE2_BELOW on, where one hash call per index takes seconds, the indices are sorted (stably) by the first `size`
+    numbers of 64 bits of numpy's Philox generator under a hash of (seed, epoch) as key: numpy keeps that stream fixed.
     """
+    if size < BLAKE2_BELOW:
 
-    def key(index: int) -> bytes:
-        return hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=16).digest()
+        def key(index: int) -> bytes:
+            return hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=16).digest()
 
-    return tuple(sorted(range(size), key=key))
+        return tuple(sorted(range(size), key=key))
+    philox_key = hashlib.blake2b(struct.pack("<qq", seed, epoch), digest_size=16).digest()
+    stream = np.random.Philox(key=int.from_bytes(philox_key, "little")).random_raw(size)
+    return np.argsort(stream, kind="stable").astype(np.uint32)

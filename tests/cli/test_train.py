@@ -87,6 +87,13 @@ def test_plain_output_is_one_line_per_step(run, seen):
     assert len(lines) == 4
 
 
+def test_D_23_rows_and_unique_prompts_are_printed():
+    screen = Console(file=io.StringIO())
+    counts = {"rows": 960, "unique": 30, "prompts": 30, "filtered": 0, "repeated": 930}
+    train_events(screen, Settings(), 2, ()).on_start({"out": "o", "data": {"train": counts}})
+    assert screen.file.getvalue() == "out=o\ndata train: rows=960 unique=30 prompts=30 filtered=0 repeated=930\n"
+
+
 def test_quiet_prints_only_the_final_line(run, seen):
     for args in (["-q", "train", "tiny"], ["train", "tiny", "-q"], ["train", "--quiet", "tiny"]):
         out = run(*args).out

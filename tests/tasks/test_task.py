@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,9 +53,30 @@ def test_order_depends_on_seed_and_epoch():
     assert len({epoch_order(50, seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
 
 
+def test_order_of_large_sets():
+    """Fixed, too: numpy keeps the raw stream of its generators. Another definition than below BLAKE2_BELOW."""
+    size = 2**16
+    order = epoch_order(size, 0, 0)
+    assert order[:6].tolist() == [57735, 60479, 50754, 35718, 4921, 25679]  # as above, for ever
+    assert sorted(order.tolist()) == list(range(size))
+    stream = np.random.Philox(key=int.from_bytes(hashlib.blake2b(bytes(16), digest_size=16).digest(), "little"))
+    assert order[0] == int(np.argmin(stream.random_raw(size)))
+    assert type(epoch_order(size - 1, 0, 0)) is tuple
+    assert len({tuple(epoch_order(size, s, e)[:9].tolist()) for s in range(3) for e in range(3)}) == 9
+
+
+def test_a_large_position_is_cheap_and_equals_a_walk(tokenizer):
+    one = task(tokenizer, 7, seed=2)
+    walked = [one.prompt_at(i).id for i in range(70)]
+    assert [p.id.partition("@")[0] for step in range(10) for p in one.train_prompts(7 * step, 7)] == walked
+    assert one.prompt_at(7 * 10**12).id == str(epoch_order(7, 2, 10**12)[0])
+
+
 def test_rest_of_the_protocol(tokenizer):
     one = task(tokenizer, 3)
     assert [p.id for p in one.eval_prompts()["held"]] == ["0", "1"]
+    long = [Prompt("a", "", (1, 2), ""), Prompt("b", "", (1, 2, 3), "")]
+    assert DataTask(long[:1], {"held": long}, tokenizer, arithmetic.reward).longest_prompt() is long[1]
     assert one.decode(tokenizer.encode("Answer: 7<|im_end|>")) == "Answer: 7"
     assert one.reward(one.train_prompts(0, 1)[0], SAMPLE) == 1.0
     with pytest.raises(DataError, match="no prompts"):

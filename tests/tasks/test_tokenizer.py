@@ -70,6 +70,24 @@ def test_broken_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_batches_are_what_single_texts_are(tokenizer):
+    texts = ["1+1", "<|im_end|>é", " a\n"] * 50
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_a_tokenizer_file_never_cuts_or_pads(tokenizer, tmp_path):
+    content = json.loads((TINY / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<|pad|>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert loaded.encode_batch(["12345", "1"]) == [tokenizer.encode("12345"), tokenizer.encode("1")]
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
