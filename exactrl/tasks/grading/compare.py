@@ -1,0 +1,223 @@
+"""Whether two answers are the same: shapes first, then exact numbers; formulas go to `symbolic` where it is given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from exactrl.tasks.grading import words
+from exactrl.tasks.grading.clean import clean, key
+from exactrl.tasks.grading.extract import unboxed
+from exactrl.tasks.grading.number import Improper, number, same_number
+from exactrl.tasks.grading.outcome import DIFFERENT, EQUAL, TOO_LARGE, UNPARSEABLE_GOLD, UNPARSED
+from exactrl.tasks.grading.shape import Many, assignment, is_balanced, is_set, shape, sides_of
+from exactrl.tasks.grading.size import too_large
+
+# Longer answers are compared as text only.
+MAX_ANSWER = 2_000
+MAX_ITEMS = 200
+
+# symbolic("value" | "equation" | "set", answer, gold) -> a word of outcome.py
+Symbolic = Callable[[str, str, str], str]
+_BASE = re.compile(r"(-?[0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+)\}*", re.ASCII)
+
+
+class Undecided(Exception):
+    """Raised by `needs_symbolic`: the pair needs a computer algebra system."""
+
+
+def needs_symbolic(kind: str, answer: str, gold: str) -> str:
+    raise Undecided
+
+
+def compare(answer: str, gold: str, symbolic: Symbolic = needs_symbolic) -> str:
+    """A word of outcome.py: "equal", "different", "unparsed", "unparseable_gold" or "too_large".
+
+    Pure: depends on the two texts alone. Raises Undecided where only `symbolic` could tell and none was given.
+    """
+    answer, gold = unboxed(answer), unboxed(gold)
+    if not gold:
+        return UNPARSEABLE_GOLD
+    if not answer:
+        return UNPARSED
+    if answer == gold:
+        return EQUAL
+    if max(len(answer), len(gold)) > MAX_ANSWER:
+        return EQUAL if key(answer) == key(gold) else TOO_LARGE
+    a, g = clean(answer), clean(gold)
+    if not g:
+        return UNPARSEABLE_GOLD
+    if not a:
+        return UNPARSED
+    if key(a) == key(g):
+        return EQUAL
+    if too_large(a) or too_large(g):
+        return TOO_LARGE
+    return _whole(a, g, symbolic)
+
+
+def _whole(a: str, g: str, symbolic: Symbolic) -> str:
+    letter = words.choice(g)
+    if letter is not None and words.choice(a) is not None:
+        return EQUAL if words.choice(a) == letter else DIFFERENT
+    if letter is None and (rest := words.without_choice(a)):
+        a = rest
+    return _items(a, g, symbolic)
+
+
+def _items(a: str, g: str, symbolic: Symbolic) -> str:
+    """Two answers or two items of answers."""
+    if key(a) == key(g):
+        return EQUAL
+    a_shape, g_shape = shape(_plus_minus(a)), shape(_plus_minus(g))
+    if "list" not in (_kind(a_shape), _kind(g_shape)):
+        equation = _equations(a, g, symbolic)
+        if equation:
+            return equation
+        (a_name, a), (g_name, g) = _named(a, g), assignment(g)
+        if a_name and g_name and a_name != g_name and not _same_function(a_name, g_name):
+            return DIFFERENT
+        if key(a) == key(g):
+            return EQUAL
+        a_shape, g_shape = shape(_plus_minus(a)), shape(_plus_minus(g))
+    if is_set(a) or is_set(g):
+        return symbolic("set", a, g)
+    if a_shape is None and g_shape is None:
+        return _value(a, g, symbolic)
+    if a_shape is None or g_shape is None:
+        return _one_and_many(a, g, a_shape, g_shape, symbolic)
+    return _many(a_shape, g_shape, symbolic)
+
+
+def _kind(found: Many | None) -> str:
+    return found.kind if found else ""
+
+
+def _equations(a: str, g: str, symbolic: Symbolic) -> str:
+    """The verdict where both are equations and at least one is more than a name and its value; "" otherwise."""
+    a_sides, g_sides = sides_of(a), sides_of(g)
+    if len(a_sides) != 2 or len(g_sides) != 2 or is_set(a) or is_set(g) or shape(a_sides[1]) or shape(g_sides[1]):
+        return ""
+    if assignment(a)[0] and assignment(g)[0]:
+        return ""
+    return symbolic("equation", a, g)
+
+
+def _named(a: str, g: str) -> tuple[str, str]:
+    """The answer's name and value. Where the gold is no equation, the last side of any equation is its value, unless
+    that says nothing: `2x-3y+5=0` is no way to answer 0."""
+    name, value = assignment(a)
+    sides = sides_of(a)
+    if not name and len(sides) > 1 and len(sides_of(g)) == 1 and number(sides[-1]) != number("0"):
+        return "", sides[-1]
+    return name, value
+
+
+def _same_function(a: str, b: str) -> bool:
+    """`f` and `f(x)`, `Area` and `area` name the same thing."""
+    a, b = (re.sub(r"\\text|\(.*\)", "", name) for name in (a, b))
+    return a == b or (min(len(a), len(b)) > 3 and a.lower() == b.lower())
+
+
+def _one_and_many(a: str, g: str, a_shape: Many | None, g_shape: Many | None, symbolic: Symbolic) -> str:
+    """A set or a bracket of one item is that item; any other number of items is another answer."""
+    (many, one) = (a_shape, g) if a_shape else (g_shape, a)
+    assert many is not None
+    if many.kind == "set" and len(many.items) == 1:
+        return _items(many.items[0], g, symbolic) if a_shape else _items(a, many.items[0], symbolic)
+    if _unreadable(one):
+        return UNPARSEABLE_GOLD if a_shape else UNPARSED
+    return DIFFERENT
+
+
+def _unreadable(text: str) -> bool:
+    return not is_balanced(text)
+
+
+def _many(a: Many, g: Many, symbolic: Symbolic) -> str:
+    if len(a.items) != len(g.items):
+        return DIFFERENT
+    if len(a.items) > MAX_ITEMS:
+        return TOO_LARGE
+    kinds = {a.kind, g.kind}
+    if kinds <= {"list", "set"} and not _in_order(a, g):
+        return _unordered(a.items, g.items, symbolic)
+    if len(kinds) == 1 or kinds in ({"list", "()"}, {"list", "set"}):
+        verdicts = [_items(x, y, symbolic) for x, y in zip(a.items, g.items, strict=True)]
+        return next((verdict for verdict in verdicts if verdict != EQUAL), EQUAL)
+    return DIFFERENT
+
+
+def _in_order(a: Many, g: Many) -> bool:
+    """Bare lists have no order unless something tells the items apart: dots, words, or names on one side only."""
+    if any("\\ldots" in item for item in (*a.items, *g.items)):
+        return True
+    if any(words.split_unit(item)[1] for item in (*a.items, *g.items)):
+        return len({words.split_unit(item)[1] for item in a.items}) > 1 or len(
+            {words.split_unit(item)[1] for item in g.items}
+        ) > 1
+    a_names, g_names = ({assignment(item)[0] for item in many.items} - {""} for many in (a, g))
+    return len(a_names | g_names) > 1 and not (a_names and g_names)
+
+
+def _unordered(a: tuple[str, ...], g: tuple[str, ...], symbolic: Symbolic) -> str:
+    """Each item of one side finds its own on the other. Known differences do not stop the search, so that a pair is
+    undecided only where it has to be."""
+    left = list(a)
+    worst = DIFFERENT
+    for item in g:
+        verdicts = {}
+        for index, candidate in enumerate(left):
+            verdicts[index] = _items(candidate, item, symbolic)
+            if verdicts[index] == EQUAL:
+                break
+        match = next((index for index, verdict in verdicts.items() if verdict == EQUAL), None)
+        if match is None:
+            worst = next((v for v in verdicts.values() if v != DIFFERENT), DIFFERENT)
+            return worst
+        del left[match]
+    return EQUAL
+
+
+def _plus_minus(text: str) -> str:
+    """`1 \\pm x` as the list of both values; a text with more than one \\pm or with several items stays as it is."""
+    if text.count("\\pm") != 1 or shape(text):
+        return text
+    plus, minus = (re.sub(r"\\pm\s*", sign, text) for sign in ("+", "-"))
+    return f"{plus}, {minus}".replace("=+", "=").removeprefix("+")
+
+
+def _value(a: str, g: str, symbolic: Symbolic) -> str:
+    """Two single values: in a base, in words, with a unit, numbers, or formulas."""
+    a_base, g_base = _BASE.fullmatch(a), _BASE.fullmatch(g)
+    if a_base and g_base:
+        return EQUAL if _in_base(a_base) == _in_base(g_base) else DIFFERENT
+    a_words, g_words = words.words(a), words.words(g)
+    if a_words or g_words:
+        return EQUAL if a_words == g_words else DIFFERENT
+    (a, a_unit), (g, g_unit) = words.split_unit(a), words.split_unit(g)
+    if words.units_differ(a_unit, g_unit):
+        return DIFFERENT
+    if (a_unit or g_unit) and key(a) == key(g):
+        return EQUAL
+    try:
+        a_number = number(a)
+    except Improper:
+        return UNPARSED
+    try:
+        g_number = number(g)
+    except Improper:
+        return UNPARSEABLE_GOLD
+    if a_number and g_number:
+        return EQUAL if same_number(a_number, g_number) else DIFFERENT
+    if (a_base and g_number) or (g_base and a_number):
+        return DIFFERENT
+    return symbolic("value", a, g)
+
+
+def _in_base(match: re.Match[str]) -> tuple[str, str] | int:
+    digits, base = match[1], match[2]
+    try:
+        return int(digits, int(base))
+    except ValueError:  # x_2, or a base that Python does not read: the same only if spelled the same
+        return digits, base
