@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from exactrl.errors import DataError
-from exactrl.tasks.rewards import Reward
+from exactrl.tasks.rewards import Reward, Scored, reward_many
 from exactrl.tasks.tokenizer import Tokenizer
 from exactrl.types import Prompt, Sample
 
@@ -67,6 +67,10 @@ class DataTask:
 
     def reward(self, prompt: Prompt, sample: Sample) -> float:
         return self._reward(prompt, sample)
+
+    def rewards(self, pairs: Sequence[tuple[Prompt, Sample]]) -> list[Scored]:
+        """The rewards of many samples at once, with reasons and errors; one batch is much faster than single calls."""
+        return reward_many(self._reward, pairs)
 
     def _order(self, epoch: int) -> Sequence[int]:
         return epoch_order(len(self._train), self._seed, epoch) if self._shuffle else range(len(self._train))

@@ -94,7 +94,7 @@ def test_user_rewards():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("arithmetics", "unknown; use 'arithmetic' or 'module:function'"),
+        ("arithmetics", "unknown; use 'math', 'dapo', 'arithmetic' or 'module:function'"),
         (":f", "unknown"),
         ("m:", "unknown"),
         ("no_such_module_x:f", "cannot be imported .*PYTHONPATH"),

@@ -9,13 +9,14 @@ _CHARACTERS = str.maketrans(
     {
         "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u2010": "-", "\u2011": "-", "×": r"\times ", "·": r"\cdot ",
         "⋅": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-        "√": r"\sqrt ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "±": r"\pm ",
+        "√": r"\sqrt ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+        "±": r"\pm ",
         "°": r"^\circ ", "²": "^2", "³": "^3", "…": r"\ldots ", "，": ",", "；": ";", "。": ".", "\u00a0": " ",
         "\u200b": "", "\u2060": "", "\ufeff": "", "’": "'",
     }
 )  # fmt: skip
 
-_FONTS = r"text(?:rm|bf|it|sf|tt|normal|up|sc)?|mathrm|mathbf|mathit|mathsf|mathtt|mathnormal|mbox|hbox|bf|rm|operatorname\*?"
+_FONTS = r"text(?:rm|bf|it|sf|tt|normal|up|sc)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|bf|rm|operatorname\*?"
 _WORDS_AND_LISTS = re.compile(r"\\text\{([^{}]*?)(?<![^\W\d_])(and|or)(?![^\W\d_])([^{}]*)\}")
 _NUMERIC_TEXT = re.compile(r"\\text\{([-+\d.,/%()=\s^*:]*|\s*\(?[A-Za-z]\)?\s*)\}")
 

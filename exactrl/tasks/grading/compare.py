@@ -153,9 +153,10 @@ def _in_order(a: Many, g: Many) -> bool:
     if any("\\ldots" in item for item in (*a.items, *g.items)):
         return True
     if any(words.split_unit(item)[1] for item in (*a.items, *g.items)):
-        return len({words.split_unit(item)[1] for item in a.items}) > 1 or len(
-            {words.split_unit(item)[1] for item in g.items}
-        ) > 1
+        return (
+            len({words.split_unit(item)[1] for item in a.items}) > 1
+            or len({words.split_unit(item)[1] for item in g.items}) > 1
+        )
     a_names, g_names = ({assignment(item)[0] for item in many.items} - {""} for many in (a, g))
     return len(a_names | g_names) > 1 and not (a_names and g_names)
 

@@ -19,7 +19,7 @@ _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 # Steps in the order of the paper's listing; later ones see what earlier ones left.
 _ARTICLES_AND_SPACES = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""))
 _TEXT = (("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
-_UNITS = (
+_UNITS = (  # noqa: SIM905
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
     "pounds meters meals edges students childrentickets multiples"
 ).split()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 _TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s*[\w.+-]+|\\.|[{}]", re.DOTALL)
-_BETWEEN_BOXES = re.compile(r"(?:[\s$]|\\[()])*(?:,|;|and|or|,\s*(?:and|or)|\\text\s*\{\s*(?:and|or)\s*\})(?:[\s$]|\\[()])*")
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$]|\\[()])*(?:,|;|and|or|,\s*(?:and|or)|\\text\s*\{\s*(?:and|or)\s*\})(?:[\s$]|\\[()])*"
+)
 _MAX_BETWEEN = 30
 _BARE = re.compile(r"\\(?:boxed|fbox)\s*([\w.+-]+)", re.ASCII)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from exactrl.tasks.grading.compare import Undecided, compare
 from exactrl.tasks.grading.dapo import dapo_grade
 from exactrl.tasks.grading.extract import extract_answer
-from exactrl.tasks.grading.outcome import EQUAL, NO_ANSWER, UNPARSEABLE_GOLD, Grade, graded
+from exactrl.tasks.grading.outcome import NO_ANSWER, UNPARSEABLE_GOLD, Grade, graded
 from exactrl.tasks.grading.pool import Pool, shared_pool
 
 Pair = tuple[str, str]
@@ -38,7 +38,9 @@ def grade_many(
             assert answer is not None
             undecided.append((index, answer, gold))
     distinct = list(dict.fromkeys((answer, gold) for _, answer, gold in undecided))
-    reasons = dict(zip(distinct, (pool or shared_pool()).compare_many(distinct, timeout_s), strict=True)) if distinct else {}
+    reasons = (
+        dict(zip(distinct, (pool or shared_pool()).compare_many(distinct, timeout_s), strict=True)) if distinct else {}
+    )
     for index, answer, gold in undecided:
         grades[index] = graded(answer, reasons[answer, gold])
     return [grade for grade in grades if grade is not None]

@@ -16,8 +16,8 @@ TIMEOUT = "timeout"
 OUT_OF_MEMORY = "out_of_memory"
 CRASHED = "crashed"
 
-# The words of `Grade.reason`, each with the count that it goes into. Only "different" is a wrong answer for certain; the
-# counts below it say how often no verdict could be reached.
+# The words of `Grade.reason`, each with the count that it goes into. Only "different" is a wrong answer for certain;
+# the words below it say why there is no verdict.
 COUNT_OF = {
     EQUAL: "correct",
     DIFFERENT: "wrong",

@@ -102,7 +102,7 @@ class _Worker:
         self.starts = 0
 
     def start(self) -> None:
-        self.errors = tempfile.TemporaryFile()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (open while the process runs)
         # -c with the path given: the package need not be installed, and -P keeps the working directory's files out.
         package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
         code = (

@@ -35,7 +35,9 @@ def is_set(text: str) -> bool:
 def shape(text: str) -> Many | None:
     """The parts of a cleaned answer that has parts; None for a single value, also for one with unbalanced brackets."""
     if matrix := _MATRIX.fullmatch(text):
-        rows = [[cell.strip() for cell in row.split("&")] for row in re.split(r"\\\\", matrix[2].strip()) if row.strip()]
+        rows = [
+            [cell.strip() for cell in row.split("&")] for row in re.split(r"\\\\", matrix[2].strip()) if row.strip()
+        ]
         return Many(f"matrix {len(rows)}x{max(map(len, rows), default=0)}", tuple(cell for row in rows for cell in row))
     if number_like(text):
         return None
@@ -101,7 +103,7 @@ def _step(text: str, at: int) -> int:
     return -1 if text[at] in _CLOSERS else 0
 
 
-def _pieces(text: str, separator) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
+def _pieces(text: str, separator) -> list[tuple[int, int]]:
     """(start, end) of the pieces between separators at depth 0; separator(at) is its length, 0 where there is none."""
     pieces, start, depth, at = [], 0, 0, 0
     while at < len(text):

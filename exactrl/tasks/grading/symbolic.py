@@ -65,7 +65,7 @@ def _read(text: str) -> Any:
         raise Unreadable(text) from error
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 (ANTLR and sympy raise whatever a malformed formula leads them to)
+    except Exception as error:  # ANTLR and sympy raise whatever a malformed formula leads them to
         raise Unreadable(text) from error
     if len(found) != 1:
         raise Unreadable(text)

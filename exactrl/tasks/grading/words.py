@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 
-_MATH_WORDS = frozenset(
-    "pi sqrt sin cos tan cot sec csc log ln exp arcsin arccos arctan sinh cosh tanh inf infinity infty theta alpha beta "
-    "gamma delta lambda sigma omega phi mu tau frac cdot times abs max min gcd lcm mod deg det and or".split()
+_MATH_WORDS = frozenset(  # noqa: SIM905
+    "pi sqrt sin cos tan cot sec csc log ln exp arcsin arccos arctan sinh cosh tanh inf infinity infty theta alpha "
+    "beta gamma delta lambda sigma omega phi mu tau frac cdot times abs max min gcd lcm mod deg det and or".split()
 )
 _WORD = re.compile(r"[^\W\d_]+")
 _CHOICE = re.compile(r"\(?\s*([A-Z])\s*\)?[.:]?")
 _LABELLED = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(.+)", re.DOTALL)
 _TEXT_UNIT = re.compile(r"(.*[^\s\\])\s*\\text\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?(.*)", re.DOTALL)
 _PLAIN_UNIT = re.compile(
-    r"([-+]?[\d.,/ ]*\d%?)\s*(?:(?<=\s)|(?=[^\x00-\x7f]))((?:[a-z]{2,}|[^\x00-\x7f]+)(?:[\s/][a-z\s]+|[^\x00-\x7f]+)*)(\s*\^\s*\{?\d\}?)?",
+    r"([-+]?[\d.,/ ]*\d%?)(?:\s+(?=[a-z]{2})|\s*(?=[^\x00-\x7f]))([a-z\s/.]+|[^\x00-\x7f]+)(\s*\^\s*\{?\d\}?)?",
     re.IGNORECASE,
 )
 _UNIT_NAMES = (

@@ -47,7 +47,7 @@ def main(max_memory_bytes: int) -> int:
     return 0
 
 
-def _say(out, word: str) -> None:  # type: ignore[no-untyped-def]
+def _say(out, word: str) -> None:
     out.write(word + "\n")
     out.flush()
 
