@@ -40,6 +40,11 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\sqrt\s*(\d|[A-Za-z](?![A-Za-z]))", r"\\sqrt{\1}"),
+        (
+            r"\\(sin|cos|tan|cot|sec|csc)\s*(?:\(\s*(\d+)\s*\^\s*(?:\\circ(?![A-Za-z])\s*|\{\s*\\circ\s*\}\s*)\)"
+            r"|\{?\s*(\d+)\s*\^\s*(?:\\circ(?![A-Za-z])\s*|\{\s*\\circ\s*\}\s*)\}?)",
+            r"\\\1(\\frac{\2\3\\pi}{180})",
+        ),
         (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])", ""),
         (r"\\%|\s*\\?\bper\s?cent\b|\s*\\text\{\s*per\s?cent\s*\}", "%"),
         (r"\\(?:leq?|leqslant)(?![A-Za-z])", r"\\le "),
@@ -59,7 +64,11 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 _BRACED_THOUSANDS = re.compile(r"(?<!\\)\{\s*(-?\d{1,3}(?:,\d{3})+(?:\.\d+)?)\s*\}")
-_SPACES = re.compile(r"\s+")
+_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+# "where k is an integer" says nothing about the value.
+_ANY_INTEGER = re.compile(
+    r"[,;(]?\s*(?:\\text\{\s*(?:where|for|with)\s*\})?\s*[a-z]\s*\\in\s*\\mathbb\{?[ZN]\}?\s*\)?$"
+)
 
 
 def clean(text: str) -> str:
@@ -71,7 +80,7 @@ def clean(text: str) -> str:
     text = _WORDS_AND_LISTS.sub(_split_words, text) if re.search(r"\d", text) else text
     text = _NUMERIC_TEXT.sub(r"\1", text)
     text = _BRACED_THOUSANDS.sub(lambda match: "{" + match[1].replace(",", "") + "}", text)
-    return _trim(text)
+    return _trim(_ANY_INTEGER.sub("", text) or text)
 
 
 def _split_words(match: re.Match[str]) -> str:

@@ -77,6 +77,8 @@ def _items(a: str, g: str, symbolic: Symbolic) -> str:
         (a_name, a), (g_name, g) = _named(a, g), assignment(g)
         if a_name and g_name and a_name != g_name and not _same_function(a_name, g_name):
             return DIFFERENT
+        if (len(sides_of(a)) > 1) != (len(sides_of(g)) > 1):
+            return DIFFERENT
         if key(a) == key(g):
             return EQUAL
         a_shape, g_shape = shape(_plus_minus(a)), shape(_plus_minus(g))
@@ -108,7 +110,7 @@ def _named(a: str, g: str) -> tuple[str, str]:
     that says nothing: `2x-3y+5=0` is no way to answer 0."""
     name, value = assignment(a)
     sides = sides_of(a)
-    if not name and len(sides) > 1 and len(sides_of(g)) == 1 and number(sides[-1]) != number("0"):
+    if not name and len(sides) > 1 and len(sides_of(g)) == 1 and sides[-1] not in ("0", ""):
         return "", sides[-1]
     return name, value
 
@@ -193,9 +195,10 @@ def _value(a: str, g: str, symbolic: Symbolic) -> str:
     a_base, g_base = _BASE.fullmatch(a), _BASE.fullmatch(g)
     if a_base and g_base:
         return EQUAL if _in_base(a_base) == _in_base(g_base) else DIFFERENT
-    a_words, g_words = words.words(a), words.words(g)
-    if a_words or g_words:
-        return EQUAL if a_words == g_words else DIFFERENT
+    if (same := words.same_words(a, g)) is not None:
+        return EQUAL if same else DIFFERENT
+    if len(a) == len(g) == 1 and a.isalpha() and g.isalpha():
+        return DIFFERENT  # two letters in another case, too; equal ones never get here
     (a, a_unit), (g, g_unit) = words.split_unit(a), words.split_unit(g)
     if words.units_differ(a_unit, g_unit):
         return DIFFERENT

@@ -11,12 +11,13 @@ MAX_EXPONENT = 1_000
 # A decimal with at least this many significant digits may stand for the number that it rounds.
 ROUNDED_DIGITS = 6
 
-_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_DECIMAL = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?P<digits>{_DECIMAL})"
     r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*(?P<power>[-+]?\d+)\s*\}|(?P<digit>-?\d+))|[eE](?P<e>[-+]?\d+))?",
     re.ASCII,
 )
+_REPEATING = re.compile(r"(?P<sign>[-+]?)\s*(\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}", re.ASCII)
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _FRACTION = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>{_INTEGER})(?P<gap>\s*))??"
@@ -56,17 +57,19 @@ def number(text: str) -> Number | None:
         return _decimal(match, percent)
     if match := _FRACTION.fullmatch(text):
         return _fraction(match, percent)
+    if match := _REPEATING.fullmatch(text):
+        return _repeating(match, percent)
     return None
 
 
 def number_like(text: str) -> bool:
     """Whether the text spells one number, however large; the commas of such a text separate thousands, not items."""
     bare = text.strip().removesuffix("%").rstrip()
-    return bool(_NUMBER.fullmatch(bare) or _FRACTION.fullmatch(bare))
+    return bool(_NUMBER.fullmatch(bare) or _FRACTION.fullmatch(bare) or _REPEATING.fullmatch(bare))
 
 
 def _decimal(match: re.Match[str], percent: bool) -> Number | None:
-    digits = match["digits"].replace(",", "")
+    digits = match["digits"].replace(",", "").replace(" ", "")
     exponent = int((match["power"] or match["digit"] or match["e"] or "0")[:12])
     if abs(exponent) > MAX_EXPONENT:
         return None
@@ -87,6 +90,14 @@ def _fraction(match: re.Match[str], percent: bool) -> Number | None:
         if not 0 < value < 1 or (match["ptop"] and not match["gap"]):
             raise Improper(match[0])
         value += int(match["whole"].replace(",", ""))
+    return Number(-value if match["sign"] == "-" else value, percent)
+
+
+def _repeating(match: re.Match[str], percent: bool) -> Number:
+    """0.1\\overline{6}: the digits once with the period and once without it, over 9s and 0s."""
+    whole, fixed, period = match[2], match[3], match[4]
+    numerator = int(whole + fixed + period) - int((whole + fixed) or "0")
+    value = Fraction(numerator, (10 ** len(period) - 1) * 10 ** len(fixed))
     return Number(-value if match["sign"] == "-" else value, percent)
 
 

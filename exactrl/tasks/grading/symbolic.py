@@ -13,6 +13,7 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
+from exactrl.tasks.grading.number import number
 from exactrl.tasks.grading.outcome import DIFFERENT, EQUAL, UNPARSEABLE_GOLD, UNPARSED
 from exactrl.tasks.grading.shape import sides_of
 
@@ -26,13 +27,15 @@ _CONFIG = LatexExtractionConfig(
 _PLAIN_FUNCTIONS = re.compile(
     r"(?<![A-Za-z\\])(pi|sqrt|exp|sin|cos|tan|cot|sec|csc|log|ln|arcsin|arccos|arctan|sinh|cosh|tanh|theta|infty)(?![A-Za-z])"
 )
+# The parser reads capitals as small letters; R - r must not be 0. A capital alone becomes a small letter with an index.
+_CAPITAL = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z]+\})?|(?<![A-Za-z])([A-Z])(?![A-Za-z_(']|\^\{?[A-Z'])")
 # Where formulas with free symbols are compared: both signs, no special values.
 _POINTS = tuple(
     sympy.Rational(a, b) for a, b in ((37, 29), (-41, 31), (113, 47), (-61, 83), (19, 71), (-211, 67), (307, 101))
 )
 _MIN_REAL_POINTS = 2
 _DIGITS = 15
-_MAX_DIGITS = 400
+_MAX_DIGITS = 100
 
 
 class Unreadable(ValueError):
@@ -51,14 +54,25 @@ def symbolic(kind: str, answer: str, gold: str) -> str:
     except Unreadable:
         return UNPARSED
     same = {"value": _same_value, "equation": _proportional, "set": _same_set}[kind]
-    return EQUAL if same(a, g) else DIFFERENT
+    if same(a, g) or (kind == "value" and _rounded(answer, gold, a, g)):
+        return EQUAL
+    return DIFFERENT
+
+
+def _rounded(answer: str, gold: str, a: Any, g: Any) -> bool:
+    """Whether one side is a decimal that stands for the other one: 3.141593 for pi (number.py has the rule)."""
+    ulp = max((found.ulp for found in (number(answer), number(gold)) if found), default=0)
+    if not ulp or not _is_number(a - g):
+        return False
+    difference = (a - g).evalf(_DIGITS, maxn=_MAX_DIGITS)
+    return bool(difference.is_real and abs(difference) < sympy.Rational(ulp.numerator, ulp.denominator))
 
 
 @lru_cache(maxsize=256)  # one gold meets many answers
 def _read(text: str) -> Any:
     latex = _PLAIN_FUNCTIONS.sub(r"\\\1", text)
     latex = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", latex)
-    latex = _mixed_to_sum(latex)
+    latex = _CAPITAL.sub(lambda match: f"{{{match[1].lower()}_{{90}}}}" if match[1] else match[0], _mixed_to_sum(latex))
     try:
         found = parse(f"${latex}$", [_CONFIG], fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
     except RecursionError as error:

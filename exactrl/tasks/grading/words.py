@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
-_MATH_WORDS = frozenset(  # noqa: SIM905
+_MATH_NAMES = (
     "pi sqrt sin cos tan cot sec csc log ln exp arcsin arccos arctan sinh cosh tanh inf infinity infty theta alpha "
-    "beta gamma delta lambda sigma omega phi mu tau frac cdot times abs max min gcd lcm mod deg det and or".split()
+    "beta gamma delta lambda sigma omega phi mu tau frac cdot times abs max min gcd lcm mod deg det and or"
 )
+_MATH_WORDS = frozenset(_MATH_NAMES.split())
 _WORD = re.compile(r"[^\W\d_]+")
 _CHOICE = re.compile(r"\(?\s*([A-Z])\s*\)?[.:]?")
 _LABELLED = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(.+)", re.DOTALL)
@@ -25,11 +26,19 @@ _UNIT_NAMES = (
 _UNITS = {name: names.split()[0] for names in _UNIT_NAMES for name in names.split()}
 
 
-def words(text: str) -> str | None:
+def same_words(a: str, b: str) -> bool | None:
+    """Whether two answers in words are the same ones, in any case; None where neither is in words."""
+    first, second = words(a), words(b)
+    if first is None and second is None:
+        return None
+    return (first or words(a, short=True)) == (second or words(b, short=True))
+
+
+def words(text: str, *, short: bool = False) -> str | None:
     """The words of an answer that is no formula, in lower case and joined; None for a formula.
 
     A formula here is anything with a digit, an operator or a command, and letters that could be variables: runs of
-    fewer than four outside `\\text{}`, and the names of functions.
+    fewer than four outside `\\text{}` (which `short` admits), and the names of functions.
     """
     plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     if not plain.strip() or re.search(r"[\d\\=+*/^_<>|{}\[\]%]", plain):
@@ -37,7 +46,7 @@ def words(text: str) -> str | None:
     found = _WORD.findall(plain)
     if not found or all(word.lower() in _MATH_WORDS for word in found):
         return None
-    if "\\text{" not in text and max(map(len, found)) < 4 and plain.isascii():
+    if not short and "\\text{" not in text and max(map(len, found)) < 4 and plain.isascii():
         return None
     if "(" in text and "\\text{" not in text:
         return None
