@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from exactrl import __version__
-from exactrl.cli import check, generate, plan, report, train
+from exactrl.cli import check, generate, grade, plan, report, train
 from exactrl.cli.options import USAGE_ERROR, NoColor, Quiet, RecipeCommand, Settings, Verbose
 from exactrl.errors import ExactRLError, Interrupted
 
@@ -29,6 +29,7 @@ app.command("train", cls=RecipeCommand, epilog=train.EXAMPLE)(train.train)
 app.command("plan", cls=RecipeCommand, epilog=plan.EXAMPLE)(plan.plan)
 app.command("check", epilog=check.EXAMPLE)(check.check)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("grade", epilog=grade.EXAMPLE)(grade.grade)
 app.command("report", epilog=report.EXAMPLE)(report.report)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from exactrl.tasks.grading.compare import Undecided, compare
 from exactrl.tasks.grading.dapo import dapo_grade
 from exactrl.tasks.grading.extract import extract_answer
+from exactrl.tasks.grading.gold import gold_answer
 from exactrl.tasks.grading.outcome import NO_ANSWER, UNPARSEABLE_GOLD, Grade, graded
 from exactrl.tasks.grading.pool import Pool, shared_pool
 
@@ -53,11 +54,6 @@ def grade(response: str, gold: str, timeout_s: float = 5.0, *, rules: str = "mat
 async def grade_async(response: str, gold: str, timeout_s: float = 5.0, *, rules: str = "math") -> Grade:
     """`grade` without blocking the event loop."""
     return await asyncio.to_thread(grade, response, gold, timeout_s, rules=rules)
-
-
-def gold_answer(gold: str) -> str:
-    """The answer of a gold label: what stands behind the last `####`, as GSM8K writes it, else all of it."""
-    return gold.rpartition("####")[2].strip()
 
 
 def _without_formulas(answer: str | None, gold: str) -> Grade | None:

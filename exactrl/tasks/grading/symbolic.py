@@ -28,7 +28,9 @@ _PLAIN_FUNCTIONS = re.compile(
     r"(?<![A-Za-z\\])(pi|sqrt|exp|sin|cos|tan|cot|sec|csc|log|ln|arcsin|arccos|arctan|sinh|cosh|tanh|theta|infty)(?![A-Za-z])"
 )
 # The parser reads capitals as small letters; R - r must not be 0. A capital alone becomes a small letter with an index.
-_CAPITAL = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z]+\})?|(?<![A-Za-z])([A-Z])(?![A-Za-z_(']|\^\{?[A-Z'])")
+_CAPITAL = re.compile(
+    r"\\(?:math(?:bb|cal|frak|scr)|text|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|(?<![A-Za-z])([A-Z])(?![A-Za-z_(']|\^\{?[A-Z'])"
+)
 # Where formulas with free symbols are compared: both signs, no special values.
 _POINTS = tuple(
     sympy.Rational(a, b) for a, b in ((37, 29), (-41, 31), (113, 47), (-61, 83), (19, 71), (-211, 67), (307, 101))
