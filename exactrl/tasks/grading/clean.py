@@ -30,6 +30,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<!\\)\\!", ""),
         (r"(?<=\d)(?:(?<!\\)\\,|\{,\})(?=\d{3}(?!\d))", ""),  # thousands: 2\,400 and 2{,}400
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " "),
+        (r"\s+", " "),  # once more at the end; here so that no pattern below meets long runs of spaces
         (r"\\(?:left|right)\s*\.", ""),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])", ""),
         (r"\\(?:display|text|script)style(?![A-Za-z])|\\(?:no)?limits(?![A-Za-z])|\\mathstrut", ""),

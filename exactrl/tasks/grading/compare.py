@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from exactrl.tasks.grading import words
 from exactrl.tasks.grading.clean import clean, key
@@ -15,7 +16,7 @@ from exactrl.tasks.grading.size import too_large
 
 # Longer answers are compared as text only.
 MAX_ANSWER = 2_000
-MAX_ITEMS = 200
+MAX_COMPARISONS = 1_000
 
 # symbolic("value" | "equation" | "set", answer, gold) -> a word of outcome.py
 Symbolic = Callable[[str, str, str], str]
@@ -53,25 +54,46 @@ def compare(answer: str, gold: str, symbolic: Symbolic = needs_symbolic) -> str:
         return EQUAL
     if too_large(a) or too_large(g):
         return TOO_LARGE
-    return _whole(a, g, symbolic)
+    try:
+        return _whole(a, g, _Judge(symbolic))
+    except _TooMany:
+        return TOO_LARGE
 
 
-def _whole(a: str, g: str, symbolic: Symbolic) -> str:
+class _TooMany(Exception):
+    pass
+
+
+@dataclass(slots=True)
+class _Judge:
+    """`left`: how many more items may be compared; sets of sets would otherwise take time without bound."""
+
+    symbolic: Symbolic
+    left: int = MAX_COMPARISONS
+
+    def spend(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise _TooMany
+
+
+def _whole(a: str, g: str, judge: _Judge) -> str:
     letter = words.choice(g)
     if letter is not None and words.choice(a) is not None:
         return EQUAL if words.choice(a) == letter else DIFFERENT
     if letter is None and (rest := words.without_choice(a)):
         a = rest
-    return _items(a, g, symbolic)
+    return _items(a, g, judge)
 
 
-def _items(a: str, g: str, symbolic: Symbolic) -> str:
+def _items(a: str, g: str, judge: _Judge) -> str:
     """Two answers or two items of answers."""
+    judge.spend()
     if key(a) == key(g):
         return EQUAL
     a_shape, g_shape = shape(_plus_minus(a)), shape(_plus_minus(g))
     if "list" not in (_kind(a_shape), _kind(g_shape)):
-        equation = _equations(a, g, symbolic)
+        equation = _equations(a, g, judge)
         if equation:
             return equation
         (a_name, a), (g_name, g) = _named(a, g), assignment(g)
@@ -83,26 +105,26 @@ def _items(a: str, g: str, symbolic: Symbolic) -> str:
             return EQUAL
         a_shape, g_shape = shape(_plus_minus(a)), shape(_plus_minus(g))
     if is_set(a) or is_set(g):
-        return symbolic("set", a, g)
+        return judge.symbolic("set", a, g)
     if a_shape is None and g_shape is None:
-        return _value(a, g, symbolic)
+        return _value(a, g, judge)
     if a_shape is None or g_shape is None:
-        return _one_and_many(a, g, a_shape, g_shape, symbolic)
-    return _many(a_shape, g_shape, symbolic)
+        return _one_and_many(a, g, a_shape, g_shape, judge)
+    return _many(a_shape, g_shape, judge)
 
 
 def _kind(found: Many | None) -> str:
     return found.kind if found else ""
 
 
-def _equations(a: str, g: str, symbolic: Symbolic) -> str:
+def _equations(a: str, g: str, judge: _Judge) -> str:
     """The verdict where both are equations and at least one is more than a name and its value; "" otherwise."""
     a_sides, g_sides = sides_of(a), sides_of(g)
     if len(a_sides) != 2 or len(g_sides) != 2 or is_set(a) or is_set(g) or shape(a_sides[1]) or shape(g_sides[1]):
         return ""
     if assignment(a)[0] and assignment(g)[0]:
         return ""
-    return symbolic("equation", a, g)
+    return judge.symbolic("equation", a, g)
 
 
 def _named(a: str, g: str) -> tuple[str, str]:
@@ -121,12 +143,12 @@ def _same_function(a: str, b: str) -> bool:
     return a == b or (min(len(a), len(b)) > 3 and a.lower() == b.lower())
 
 
-def _one_and_many(a: str, g: str, a_shape: Many | None, g_shape: Many | None, symbolic: Symbolic) -> str:
+def _one_and_many(a: str, g: str, a_shape: Many | None, g_shape: Many | None, judge: _Judge) -> str:
     """A set or a bracket of one item is that item; any other number of items is another answer."""
     (many, one) = (a_shape, g) if a_shape else (g_shape, a)
     assert many is not None
     if many.kind == "set" and len(many.items) == 1:
-        return _items(many.items[0], g, symbolic) if a_shape else _items(a, many.items[0], symbolic)
+        return _items(many.items[0], g, judge) if a_shape else _items(a, many.items[0], judge)
     if _unreadable(one):
         return UNPARSEABLE_GOLD if a_shape else UNPARSED
     return DIFFERENT
@@ -136,16 +158,14 @@ def _unreadable(text: str) -> bool:
     return not is_balanced(text)
 
 
-def _many(a: Many, g: Many, symbolic: Symbolic) -> str:
+def _many(a: Many, g: Many, judge: _Judge) -> str:
     if len(a.items) != len(g.items):
         return DIFFERENT
-    if len(a.items) > MAX_ITEMS:
-        return TOO_LARGE
     kinds = {a.kind, g.kind}
     if kinds <= {"list", "set"} and not _in_order(a, g):
-        return _unordered(a.items, g.items, symbolic)
+        return _unordered(a.items, g.items, judge)
     if len(kinds) == 1 or kinds in ({"list", "()"}, {"list", "set"}):
-        verdicts = [_items(x, y, symbolic) for x, y in zip(a.items, g.items, strict=True)]
+        verdicts = [_items(x, y, judge) for x, y in zip(a.items, g.items, strict=True)]
         return next((verdict for verdict in verdicts if verdict != EQUAL), EQUAL)
     return DIFFERENT
 
@@ -163,22 +183,24 @@ def _in_order(a: Many, g: Many) -> bool:
     return len(a_names | g_names) > 1 and not (a_names and g_names)
 
 
-def _unordered(a: tuple[str, ...], g: tuple[str, ...], symbolic: Symbolic) -> str:
-    """Each item of one side finds its own on the other. Known differences do not stop the search, so that a pair is
-    undecided only where it has to be."""
-    left = list(a)
-    worst = DIFFERENT
+def _unordered(a: tuple[str, ...], g: tuple[str, ...], judge: _Judge) -> str:
+    """Each item of one side finds its own on the other; those that are spelled alike first."""
+    left, missing = list(map(key, a)), []
+    spelled = dict(zip(left, a, strict=True))
     for item in g:
-        verdicts = {}
-        for index, candidate in enumerate(left):
-            verdicts[index] = _items(candidate, item, symbolic)
-            if verdicts[index] == EQUAL:
+        if key(item) in left:
+            left.remove(key(item))
+        else:
+            missing.append(item)
+    for item in missing:
+        verdicts = []
+        for candidate in left:
+            verdicts.append(_items(spelled[candidate], item, judge))
+            if verdicts[-1] == EQUAL:
+                left.remove(candidate)
                 break
-        match = next((index for index, verdict in verdicts.items() if verdict == EQUAL), None)
-        if match is None:
-            worst = next((v for v in verdicts.values() if v != DIFFERENT), DIFFERENT)
-            return worst
-        del left[match]
+        else:
+            return next((verdict for verdict in verdicts if verdict != DIFFERENT), DIFFERENT)
     return EQUAL
 
 
@@ -190,7 +212,7 @@ def _plus_minus(text: str) -> str:
     return f"{plus}, {minus}".replace("=+", "=").removeprefix("+")
 
 
-def _value(a: str, g: str, symbolic: Symbolic) -> str:
+def _value(a: str, g: str, judge: _Judge) -> str:
     """Two single values: in a base, in words, with a unit, numbers, or formulas."""
     a_base, g_base = _BASE.fullmatch(a), _BASE.fullmatch(g)
     if a_base and g_base:
@@ -216,7 +238,7 @@ def _value(a: str, g: str, symbolic: Symbolic) -> str:
         return EQUAL if same_number(a_number, g_number) else DIFFERENT
     if (a_base and g_number) or (g_base and a_number):
         return DIFFERENT
-    return symbolic("value", a, g)
+    return judge.symbolic("value", a, g)
 
 
 def _in_base(match: re.Match[str]) -> tuple[str, str] | int:

@@ -21,13 +21,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from exactrl.errors import EnvironmentProblem
-from exactrl.tasks.grading.outcome import COUNT_OF, CRASHED, TIMEOUT
+from exactrl.tasks.grading.outcome import COUNT_OF, CRASHED, OUT_OF_MEMORY, TIMEOUT
 from exactrl.tasks.grading.worker import READY
 
 Pair = tuple[str, str]
 
 MAX_MEMORY_BYTES = 1 << 30
 _CHUNK = 32
+# A pair takes a few milliseconds: fewer than this many are not worth another process.
+_PAIRS_PER_WORKER = 8
 # The kernel's timer in the worker is the limit; this is how much later the parent stops waiting for it.
 _GRACE_S = 2.0
 _START_S = 60.0
@@ -43,18 +45,16 @@ class Pool:
         self.num_workers = num_workers or min(len(os.sched_getaffinity(0)), 8)
         self.max_memory_bytes = max_memory_bytes
         self._idle: list[_Worker] = []
-        self._num_lent = 0
+        self._lent: list[_Worker] = []
         self._changed = threading.Condition()
         self._closed = False
 
     def compare_many(self, pairs: Sequence[Pair], timeout_s: float) -> list[str]:
         """A word of outcome.py for each pair, in order. Raises EnvironmentProblem where no worker can be started."""
-        reasons: list[str | None] = [None] * len(pairs)
-        waiting = deque(range(len(pairs)))
-        if pairs:
-            with self._borrowed(-(-len(pairs) // _CHUNK)) as workers:
-                _serve(workers, pairs, timeout_s, waiting, reasons)
-        return [reason or CRASHED for reason in reasons]
+        if not pairs:
+            return []
+        with self._borrowed(-(-len(pairs) // _PAIRS_PER_WORKER)) as workers:
+            return _Round(workers, pairs, timeout_s).run()
 
     def pids(self) -> list[int]:
         """Process ids of the idle workers that run."""
@@ -69,14 +69,23 @@ class Pool:
         for worker in workers:
             worker.stop()
 
+    def forget(self) -> None:
+        """In a forked child: lets go of the parent's processes."""
+        for worker in (*self._idle, *self._lent):
+            if worker.process:
+                worker.process.returncode = 0  # no child of this process: nothing to wait for
+                for stream in (worker.process.stdin, worker.process.stdout):
+                    if stream and not stream.closed:
+                        os.close(stream.fileno())
+
     @contextmanager
     def _borrowed(self, wanted: int) -> Iterator[list[_Worker]]:
         """At least one worker, and of the free ones as many as wanted."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_lent < self.num_workers)
-            count = min(wanted, self.num_workers - self._num_lent)
-            self._num_lent += count
+            self._changed.wait_for(lambda: len(self._lent) < self.num_workers)
+            count = min(wanted, self.num_workers - len(self._lent))
             workers = [self._idle.pop() if self._idle else _Worker(self.max_memory_bytes) for _ in range(count)]
+            self._lent += workers
         try:
             yield workers
         finally:
@@ -84,7 +93,7 @@ class Pool:
                 if worker.sent or self._closed:  # an exception came in between: its verdicts are nobody's
                     worker.stop()
             with self._changed:
-                self._num_lent -= len(workers)
+                self._lent = [worker for worker in self._lent if worker not in workers]
                 self._idle += [] if self._closed else workers
                 self._changed.notify_all()
 
@@ -167,59 +176,73 @@ class _Worker:
         return self.errors.read()[-2_000:].decode(errors="replace").strip()
 
 
-def _serve(
-    workers: Sequence[_Worker], pairs: Sequence[Pair], timeout_s: float, waiting: deque[int], reasons: list[str | None]
-) -> None:
-    """Keeps every worker busy until all pairs have a reason."""
-    with selectors.DefaultSelector() as selector:
+class _Round:
+    """One call of compare_many: keeps its workers busy until every pair has a reason."""
 
-        def feed(worker: _Worker) -> None:
-            if waiting:
-                share = max(1, min(_CHUNK, len(waiting) // len(workers)))
-                worker.send([waiting.popleft() for _ in range(share)], pairs, timeout_s)
-                assert worker.process is not None
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+    def __init__(self, workers: Sequence[_Worker], pairs: Sequence[Pair], timeout_s: float) -> None:
+        self.workers, self.pairs, self.timeout_s = workers, pairs, timeout_s
+        self.reasons: list[str | None] = [None] * len(pairs)
+        self.waiting = deque(range(len(pairs)))
+        self.crashed_once: set[int] = set()
 
-        def end(worker: _Worker, status: int | None) -> None:
-            """The process has died or must: the pair that it was at has its reason, the others go back."""
+    def run(self) -> list[str]:
+        with selectors.DefaultSelector() as self.selector:
+            for worker in self.workers:
+                self._feed(worker)
+            while self.selector.get_map():
+                deadlines = [key.data.deadline for key in self.selector.get_map().values()]
+                for key, _ in self.selector.select(max(min(deadlines) - time.monotonic(), 0)):
+                    self._hear(key.data)
+                now = time.monotonic()
+                for key in [key for key in self.selector.get_map().values() if key.data.deadline < now]:
+                    self._replace(key.data, TIMEOUT)
+        assert None not in self.reasons, self.reasons
+        return [reason for reason in self.reasons if reason]
+
+    def _feed(self, worker: _Worker) -> None:
+        if self.waiting:
+            share = max(1, min(_CHUNK, len(self.waiting) // len(self.workers)))
+            worker.send([self.waiting.popleft() for _ in range(share)], self.pairs, self.timeout_s)
             assert worker.process is not None
-            selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
-            unanswered, ready = list(worker.sent), worker.ready
-            died = worker.stop()
-            if ready and unanswered:
-                reasons[unanswered.pop(0)] = TIMEOUT if status is None or died == -signal.SIGALRM else CRASHED
-            elif not ready and worker.starts >= _MAX_STARTS:
-                raise EnvironmentProblem(f"the grading process does not start (exit status {died}): {worker.problem()}")
-            waiting.extendleft(reversed(unanswered))
-            feed(worker)
+            self.selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
 
-        for worker in workers:
-            feed(worker)
-        while selector.get_map():
-            left = min(key.data.deadline for key in selector.get_map().values()) - time.monotonic()
-            for key, _ in selector.select(max(left, 0)):
-                worker = key.data
-                words = worker.words()
-                if words is None:
-                    end(worker, 0)
-                    continue
-                _take(worker, words, timeout_s, reasons)
-                if not worker.sent and worker.ready:
-                    selector.unregister(key.fileobj)
-                    feed(worker)
-            now = time.monotonic()
-            for key in [key for key in selector.get_map().values() if key.data.deadline < now]:
-                end(key.data, None)
+    def _hear(self, worker: _Worker) -> None:
+        words = worker.words()
+        if words is None:
+            self._replace(worker, CRASHED)
+            return
+        for word in words:
+            if word == READY:
+                worker.ready, worker.starts = True, 0
+            else:
+                assert word in COUNT_OF, word
+                self.reasons[worker.sent.popleft()] = word
+            worker.deadline = time.monotonic() + self.timeout_s + _GRACE_S
+        if OUT_OF_MEMORY in words:  # it ends by itself after that word; nobody else is to be blamed for it
+            self._replace(worker, "")
+        elif worker.ready and not worker.sent:
+            self.selector.unregister(worker.process.stdout)  # type: ignore[arg-type, union-attr]
+            self._feed(worker)
 
-
-def _take(worker: _Worker, words: Sequence[str], timeout_s: float, reasons: list[str | None]) -> None:
-    for word in words:
-        if word == READY:
-            worker.ready, worker.starts = True, 0
-        else:
-            assert word in COUNT_OF, word
-            reasons[worker.sent.popleft()] = word
-        worker.deadline = time.monotonic() + timeout_s + _GRACE_S
+    def _replace(self, worker: _Worker, reason: str) -> None:
+        """Ends the process. The pair that it was at has its reason, the others go back to wait. A pair is tried once
+        more before it is blamed for a crash: the process may have been killed from outside."""
+        assert worker.process is not None
+        self.selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
+        unanswered, ready = list(worker.sent), worker.ready
+        status = worker.stop()
+        if status == -signal.SIGALRM:
+            reason = TIMEOUT
+        if not ready:
+            if worker.starts >= _MAX_STARTS:
+                problem = worker.problem()
+                raise EnvironmentProblem(f"the grading process does not start (exit status {status}): {problem}")
+        elif unanswered and reason == CRASHED and unanswered[0] not in self.crashed_once:
+            self.crashed_once.add(unanswered[0])
+        elif unanswered and reason:
+            self.reasons[unanswered.pop(0)] = reason
+        self.waiting.extendleft(reversed(unanswered))
+        self._feed(worker)
 
 
 _shared: dict[int, Pool] = {}
@@ -238,18 +261,13 @@ def shared_pool() -> Pool:
 
 
 def _after_fork() -> None:
-    """The parent's pools are not the child's: drops its copies of the pipes without touching the processes, so that
-    the workers still see the end of their stdin when the parent goes."""
+    """The parent's pools are not the child's: closes the child's copies of the pipes without touching the processes,
+    so that the workers still see the end of their stdin when the parent goes."""
     global _lock
     _lock = threading.Lock()
     for pool in _shared.values():
         atexit.unregister(pool.close)
-        for worker in pool._idle:
-            if worker.process:
-                worker.process.returncode = 0  # not this process's child: nothing to wait for
-                for stream in (worker.process.stdin, worker.process.stdout):
-                    if stream:
-                        os.close(stream.fileno())
+        pool.forget()
     _inherited.extend(_shared.values())
     _shared.clear()
 

@@ -41,9 +41,7 @@ class _Reader:
 
     def expression(self, end: str) -> float:
         """log10 of the size of everything up to `end`, which is consumed."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise _TooLarge
+        self._deeper()
         total, last = 0.0, 0.0
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
@@ -54,13 +52,28 @@ class _Reader:
                 last = _power(last, self._operand())
             elif token == "!":
                 last = _factorial(last)
+            elif token == "_":
+                last += self._bounds()
             elif not token.isspace():
                 total += last
                 last = self._size(token)
         self.depth -= 1
         return total + last
 
-    def _operand(self) -> float:
+    def _bounds(self) -> float:
+        """An index, or the bounds of a sum or an integral: what stands after `^` there is no exponent."""
+        size = self._operand(tower=False)
+        if self.at < len(self.tokens) and self.tokens[self.at] == "^":
+            self.at += 1
+            size += self._operand()
+        return size
+
+    def _deeper(self) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _TooLarge
+
+    def _operand(self, *, tower: bool = True) -> float:
         while self.at < len(self.tokens) and self.tokens[self.at].isspace():
             self.at += 1
         sign = self.at < len(self.tokens) and self.tokens[self.at] in "+-"
@@ -71,9 +84,11 @@ class _Reader:
         self.at += 1
         size = self._size(token)
         # Plain text: 9^9^9 is a tower, too.
-        while self.at < len(self.tokens) and self.tokens[self.at] in ("^", "!"):
+        self._deeper()
+        while tower and self.at < len(self.tokens) and self.tokens[self.at] in ("^", "!"):
             self.at += 1
             size = _power(size, self._operand()) if self.tokens[self.at - 1] == "^" else _factorial(size)
+        self.depth -= 1
         return size
 
     def _size(self, token: str) -> float:

@@ -111,7 +111,8 @@ def _exact(expr: Any) -> Any:
     exact = {f: sympy.Rational(str(f)) for f in expr.atoms(sympy.Float)}
     if {s.name for s in expr.free_symbols if isinstance(s, sympy.Symbol)} == {"i"}:
         exact |= {s: sympy.I for s in expr.free_symbols}
-    return expr.xreplace(exact)
+    expr = expr.xreplace(exact)
+    return expr.doit() if expr.has(sympy.Limit, sympy.Derivative) else expr
 
 
 def _same_value(a: Any, g: Any) -> bool:
