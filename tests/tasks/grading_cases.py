@@ -1,4 +1,4 @@
-"""Cases of other people's graders going wrong (cases_c.jsonl), and what this project decides where they leave it open."""
+"""Cases in which graders went wrong (cases_c.jsonl), and what this project decides where they leave it open."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 _BRACED_THOUSANDS = re.compile(r"(?<!\\)\{\s*(-?\d{1,3}(?:,\d{3})+(?:\.\d+)?)\s*\}")
-_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+_SPACES = re.compile(r"(?<![\d,])\s+|\s+(?!\d)")
 # "where k is an integer" says nothing about the value.
 _ANY_INTEGER = re.compile(
     r"[,;(]?\s*(?:\\text\{\s*(?:where|for|with)\s*\})?\s*[a-z]\s*\\in\s*\\mathbb\{?[ZN]\}?\s*\)?$"
@@ -119,7 +119,8 @@ def closing(text: str, start: int) -> int:
 
 
 def key(text: str) -> str:
-    """What two cleaned answers must share to be the same text: everything but spaces, fonts and optional braces."""
+    """What two cleaned answers must share to be the same text: everything but fonts, optional braces, and spaces
+    that part no numbers: `3 1/4` is not 31/4, and `1, 234` is not 1,234."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
     return _SPACES.sub("", text)
