@@ -54,12 +54,12 @@ def grade(
     no_color: NoColor = False,
 ) -> None:
     """Grade responses. Prints each row, in order, with correct, extracted and reason added; counts go to stderr. A file
-    is checked as a whole before any work; from stdin, rows before a faulty one are printed."""
+    is checked as a whole before any work; from stdin and pipes, rows before a faulty one are printed."""
     from exactrl.cli.rows import open_output
     from exactrl.tasks.grading.outcome import COUNT_OF
     from exactrl.tasks.grading.pool import Pool
 
-    if file != "-":
+    if Path(file).is_file():
         for _ in _rows(file):
             pass
     begin = time.perf_counter()
