@@ -174,6 +174,32 @@ def test_a_forked_child_makes_its_own_pool_and_leaves_the_parent_s_alone():
     assert all(map(alive, before))
 
 
+def test_a_forked_child_does_not_keep_the_workers_of_a_dead_parent():
+    code = (
+        "import os, time\n"
+        "from exactrl.tasks.grading.pool import shared_pool\n"
+        f"shared_pool().compare_many({GOOD!r}, 20)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.close(1)\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "print(child, *shared_pool().pids(), flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child, *workers = [int(pid) for pid in parent.stdout.readline().split()]
+    try:
+        parent.wait(20)
+        assert workers
+        assert wait_until_gone(workers, 10)
+        assert alive(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+
+
 def test_workers_import_no_torch():
     code = "import sys, exactrl.tasks.grading.worker, exactrl.tasks.grading.symbolic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from exactrl.errors import EnvironmentProblem
-from exactrl.tasks.grading.outcome import COUNT_OF, CRASHED, OUT_OF_MEMORY, TIMEOUT
+from exactrl.tasks.grading.outcome import COUNT_OF, CRASHED, TIMEOUT
 from exactrl.tasks.grading.worker import READY
 
 Pair = tuple[str, str]
@@ -218,15 +218,14 @@ class _Round:
                 assert word in COUNT_OF, word
                 self.reasons[worker.sent.popleft()] = word
             worker.deadline = time.monotonic() + self.timeout_s + _GRACE_S
-        if OUT_OF_MEMORY in words:  # it ends by itself after that word; nobody else is to be blamed for it
-            self._replace(worker, "")
-        elif worker.ready and not worker.sent:
+        if worker.ready and not worker.sent:
             self.selector.unregister(worker.process.stdout)  # type: ignore[arg-type, union-attr]
             self._feed(worker)
 
     def _replace(self, worker: _Worker, reason: str) -> None:
         """Ends the process. The pair that it was at has its reason, the others go back to wait. A pair is tried once
-        more before it is blamed for a crash: the process may have been killed from outside."""
+        more before it is blamed for a crash: the process may have been killed from outside, or have ended after the
+        pair before, which ran out of memory."""
         assert worker.process is not None
         self.selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
         unanswered, ready = list(worker.sent), worker.ready
@@ -239,9 +238,9 @@ class _Round:
                 raise EnvironmentProblem(f"the grading process does not start (exit status {status}): {problem}")
         elif unanswered and reason == CRASHED and unanswered[0] not in self.crashed_once:
             self.crashed_once.add(unanswered[0])
-        elif unanswered and reason:
+        elif unanswered:
             self.reasons[unanswered.pop(0)] = reason
-        self.waiting.extendleft(reversed(unanswered))
+        self.waiting.extend(unanswered)
         self._feed(worker)
 
 
