@@ -119,6 +119,7 @@ def test_a_faulty_row_is_named_and_nothing_is_lost(run, stdin, tmp_path, fault, 
     assert f"error: {path}:3" in outcome.err
     assert message in outcome.err
     assert out.read_text() == "kept\n"
+    assert run("grade", str(path), "-q").out == ""  # the whole file is read before anything is printed
     stdin(path.read_bytes())
     outcome = run("grade", "-", "-q")
     assert outcome.code == 2
