@@ -112,7 +112,7 @@ def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer, dict[
         }
         for name, found in loaded.items()
     }  # fmt: skip
-    reward = resolve_reward(config.reward.name, config.reward.timeout_s)
+    reward = resolve_reward(config.reward.name, config.reward.timeout_s, config.reward.key)
     stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
     task = DataTask(
         loaded[""].prompts, evals, tokenizer, reward, seed=config.rollout.seed, shuffle=data.shuffle,

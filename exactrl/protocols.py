@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from exactrl.types import Completion, EngineStats, Prompt, Request, Sample
+from exactrl.types import Completion, EngineStats, Prompt, Request, Sample, Scored
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +83,6 @@ class Task(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def reward(self, prompt: Prompt, sample: Sample) -> float:
-        """A finite number; sample.text is set."""
+    def rewards(self, pairs: Sequence[tuple[Prompt, Sample]]) -> list[Scored]:
+        """The rewards of samples, whose text is set, in order; what a reward function raises is in `error`."""
         ...

@@ -68,9 +68,10 @@ class Sample:
 
     token_ids, logprobs: the response only, float32 [len(token_ids)]; prompt_token_ids come before them.
     reward is None until it is known, and stays None where the reward function failed (reward_error says how) and the
-    sample is dropped. advantage is one number for the whole response; token_advantages, float32 [len(token_ids)], take
-    its place where an algorithm gives each token its own. reference_logprobs, float32 [len(token_ids)]: those of the
-    reference policy. in_loss: False keeps the sample out of the loss; its tokens are compared like all others.
+    sample is dropped; reward_reason is a grader's word for its verdict. advantage is one number for the whole response;
+    token_advantages, float32 [len(token_ids)], take its place where an algorithm gives each token its own.
+    reference_logprobs, float32 [len(token_ids)]: those of the reference policy. in_loss: False keeps the sample out of
+    the loss; its tokens are compared like all others.
     """
 
     prompt_id: str
@@ -85,6 +86,7 @@ class Sample:
     label: str = ""
     reward: float | None = None
     reward_error: str = ""
+    reward_reason: str = ""
     advantage: float = 0.0
     token_advantages: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
@@ -93,6 +95,16 @@ class Sample:
     @property
     def name(self) -> str:
         return f"{self.prompt_id}#{self.sample_index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The reward of one sample. `reason` is the grader's word for its verdict where it has one, else ""; `error` is set
+    where there is no reward, and `value` is then 0.0."""
+
+    value: float
+    reason: str = ""
+    error: Exception | None = None
 
 
 @dataclass(slots=True)

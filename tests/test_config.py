@@ -127,8 +127,6 @@ def test_override_is_parsed_by_the_type_of_its_field(name, text, value):
         ("contract.name", "exact-v0", "exact-v1"),
         ("contract.k_leaves", 3, "power of two"),
         ("reward.name", "maths", '"arithmetic", or "module:function"'),
-        ("reward.name", "math", "not built yet"),
-        ("reward.name", "dapo", "not built yet"),
         ("rollout.backend", "sglang", "not built yet"),
         ("rollout.backend", "vllm", '"native"'),
         ("rollout.tensor_parallel", 2, "not built yet"),
@@ -328,7 +326,7 @@ def tables(draw):
             "eval": draw(st.dictionaries(NAMES, st.text(min_size=1), max_size=3)),
             "id_key": draw(st.text()),
         },
-        "reward": {"timeout_s": draw(POSITIVE), "name": draw(st.sampled_from(["arithmetic", "a.b:c"]))},
+        "reward": {"timeout_s": draw(POSITIVE), "name": draw(st.sampled_from(["math", "dapo", "arithmetic", "a.b:c"]))},
         "rollout": {
             "prompts_per_step": minibatches * draw(st.integers(1, 10**6)),
             "samples_per_prompt": draw(st.integers(2, 64)),

@@ -168,7 +168,8 @@ def test_sample_rows(run):
         for s in samples:
             assert set(s) == {
                 "id", "sample", "prompt", "prompt_token_ids", "token_ids", "text", "logprobs", "logprob_bits",
-                "finish_reason", "label", "reward", "reward_error", "advantage", "in_loss", "weight_version",
+                "finish_reason", "label", "reward", "reward_error", "reward_reason", "advantage", "in_loss",
+                "weight_version",
             }  # fmt: skip
             assert s["weight_version"] == step - 1
             assert s["reward"] == sum(s["token_ids"])

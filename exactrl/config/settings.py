@@ -46,11 +46,10 @@ def _has_one_group(pattern: str) -> bool:
 
 
 def _reward_known(name: str) -> bool:
-    return name == "arithmetic" or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
+    return name in ("math", "dapo", "arithmetic") or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
-_REWARD_CHOICES = 'use "arithmetic", or "module:function" to name a Python function of your own'
-_RESERVED_REWARD = f"the math graders are not built yet; {_REWARD_CHOICES}"
+_REWARD_CHOICES = 'use "math", "dapo", "arithmetic", or "module:function" to name a Python function of your own'
 
 Text = Annotated[str, Field(min_length=1)]
 Whole = Annotated[int, Field(ge=0)]  # 0 has a meaning of its own, given in the description
@@ -164,13 +163,16 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    name: Annotated[
-        str,
-        _refuse(lambda name: name not in ("math", "dapo"), _RESERVED_REWARD),
-        _refuse(_reward_known, f"unknown reward; {_REWARD_CHOICES}"),
-    ] = Field(default="arithmetic", description='Reward function: "arithmetic", or "module:function" for your own.')
+    name: Annotated[str, _refuse(_reward_known, f"unknown reward; {_REWARD_CHOICES}")] = Field(
+        default="math",
+        description='Reward function: "math" (last box, 1 or 0), "dapo" (last `Answer:` line, +1 or -1), "arithmetic", '
+        'or "module:function" for your own. Rules: docs/rewards.md.',
+    )
     timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=5.0, description="Time limit for one response, in seconds."
+    )
+    key: str = Field(
+        default="", description="Entry to use of a dict that your own reward function returns; empty = no dict."
     )
     on_error: Literal["stop", "zero", "drop"] = Field(
         default="stop",

@@ -15,6 +15,7 @@ from exactrl.protocols import RolloutEngine, Task, Trainer
 from exactrl.rl.collect import Collected, Collecting, collect
 from exactrl.rl.rollout import Draw, Progress, assign_rewards, rollout
 from exactrl.rl.shaping import Shaping, has_signal, sample_kl, set_advantages
+from exactrl.tasks.grading.outcome import count
 from exactrl.types import EngineStats, Group, Sample, SamplingParams
 
 Metrics = dict[str, Any]
@@ -167,6 +168,8 @@ def rollout_metrics(found: Collected, stats: EngineStats) -> Metrics:
     }
     if rewards := _rewards(found.all_groups):
         metrics["rollout/raw_reward"] = float(np.mean(rewards))
+    if reasons := [s.reward_reason for s in samples if s.reward_reason]:
+        metrics |= {f"rollout/reward_{kind}": n for kind, n in count(reasons).items()}
     return metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -83,24 +84,26 @@ def assign_rewards(groups: Sequence[Group], task: Task, on_error: str) -> int:
     on_error: "stop" raises UsageError naming the sample; "zero" gives it 0; "drop" leaves it without a reward, so that
     it plays no part in baseline and loss. `sample.reward_error` keeps what went wrong. Never a silent 0.
     """
+    pairs = [(g.prompt, s) for g in groups for s in g.samples]
     failed = 0
-    for group in groups:
-        for sample in group.samples:
-            try:
-                sample.reward = _finite(task.reward(group.prompt, sample), sample)
-            except Exception as error:  # a user's reward may raise anything
-                failed += 1
-                if on_error == "stop":
-                    raise _described(error, sample) from error
-                sample.reward = 0.0 if on_error == "zero" else None
-                sample.reward_error = f"{type(error).__name__}: {error}"
+    for (_, sample), scored in zip(pairs, task.rewards(pairs), strict=True):
+        sample.reward_reason = scored.reason
+        error = scored.error or _not_finite(scored.value, sample)
+        if error is None:
+            sample.reward = float(scored.value)
+            continue
+        failed += 1
+        if on_error == "stop":
+            raise _described(error, sample) from error
+        sample.reward = 0.0 if on_error == "zero" else None
+        sample.reward_error = f"{type(error).__name__}: {error}"
     return failed
 
 
-def _finite(reward: float, sample: Sample) -> float:
-    if not math.isfinite(reward):
-        raise NonFiniteError(f"the reward of sample {sample.name} is {reward}")
-    return float(reward)
+def _not_finite(reward: object, sample: Sample) -> ExactRLError | None:
+    if not isinstance(reward, numbers.Real):
+        return UsageError(f"the reward of sample {sample.name} is {reward!r}, not a number")
+    return None if math.isfinite(reward) else NonFiniteError(f"the reward of sample {sample.name} is {reward}")
 
 
 def _described(error: Exception, sample: Sample) -> ExactRLError:

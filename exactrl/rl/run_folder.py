@@ -177,6 +177,7 @@ def sample_row(prompt: str, sample: Sample) -> dict[str, Any]:
         "label": sample.label,
         "reward": sample.reward,
         "reward_error": sample.reward_error or None,
+        "reward_reason": sample.reward_reason or None,
         "advantage": sample.advantage,
         "in_loss": sample.in_loss,
         "weight_version": sample.weight_version,

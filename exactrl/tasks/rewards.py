@@ -1,88 +1,88 @@
-"""Reward functions by name: a bundled one, or `module:function` for the user's own."""
+"""Reward functions by name: bundled ones, or `module:function` for the user's own. Rules: docs/rewards.md."""
 
 from __future__ import annotations
 
-import importlib
-import math
-import numbers
-import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from exactrl.errors import ConfigError, UsageError
+from exactrl.errors import ConfigError, DataError
 from exactrl.tasks import arithmetic
-from exactrl.types import Prompt, Sample
+from exactrl.tasks.grading.grade import SCORES, Grade, grade_many
+from exactrl.tasks.grading.outcome import TIMEOUT, UNPARSEABLE_GOLD
+from exactrl.tasks.user_reward import RewardTimeout, UserReward, import_function
+from exactrl.types import Prompt, Sample, Scored
 
 Reward = Callable[[Prompt, Sample], float]
+Pairs = Sequence[tuple[Prompt, Sample]]
 
-BUNDLED: dict[str, Reward] = {"arithmetic": arithmetic.reward}
+FUNCTIONS: dict[str, Reward] = {"arithmetic": arithmetic.reward}
+BUNDLED = ("math", "dapo", *FUNCTIONS)
 
 
-def resolve_reward(name: str, timeout_s: float = 5.0) -> Reward:
-    """The reward function named in a recipe: a key of BUNDLED, or `module:function` with function(sample) -> float.
+def resolve_reward(name: str, timeout_s: float = 5.0, key: str = "") -> Reward:
+    """The reward named in a recipe: one of BUNDLED, or `module:function` with function(sample) -> number.
 
-    The returned function raises UsageError when a user's function returns anything but a finite number; whatever the
-    user's function raises passes through; one that takes longer than timeout_s raises UsageError. What happens then
-    (reward.on_error: stop, zero or drop) is the caller's part.
-    Raises ConfigError when there is no such reward.
+    timeout_s is the limit for one sample; "dapo" and "arithmetic" need none, they only compare short texts. key names
+    the entry to use of a dict that a user's function returns. What happens where a reward raises (reward.on_error:
+    stop, zero or drop) is the caller's part. Raises ConfigError when there is no such reward.
     """
-    if name in BUNDLED:
-        return BUNDLED[name]
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    if name in SCORES:
+        return GradedReward(name, timeout_s)
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        known = ", ".join(repr(key) for key in BUNDLED)
+        known = ", ".join(repr(bundled) for bundled in BUNDLED)
         raise ConfigError(f"reward.name {name!r} is unknown; use {known} or 'module:function'")
-    return _checked(name, _import(name, module_name, function_name), timeout_s)
+    return UserReward(name, import_function(name), timeout_s, key)
 
 
-def _import(name: str, module_name: str, function_name: str) -> Callable[[Sample], float]:
+class GradedReward:
+    """The reward "math" or "dapo". A response that reaches a limit, or whose answer cannot be read, gets the reward of
+    a wrong one; `reward_many` tells them apart by `reason`."""
+
+    def __init__(self, rules: str, timeout_s: float) -> None:
+        self.rules, self.timeout_s = rules, timeout_s
+
+    def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        """Raises DataError where the label is empty, since then no response could ever be right."""
+        scored = self.score_many([(prompt, sample)])[0]
+        if scored.error:
+            raise scored.error
+        return scored.value
+
+    def score_many(self, pairs: Pairs) -> list[Scored]:
+        """One call for all samples of a step: worker processes share the formulas among them."""
+        texts = [(sample.text or "", prompt.label) for prompt, sample in pairs]
+        grades = grade_many(texts, self.timeout_s, rules=self.rules)
+        return [self._scored(prompt, grade) for (prompt, _), grade in zip(pairs, grades, strict=True)]
+
+    def _scored(self, prompt: Prompt, grade: Grade) -> Scored:
+        if grade.reason == UNPARSEABLE_GOLD and not prompt.label.strip():
+            text = (
+                f"prompt {prompt.id!r}: the label is empty; the {self.rules!r} reward compares with it (data.label_key)"
+            )
+            return Scored(0.0, grade.reason, DataError(text))
+        right, wrong = SCORES[self.rules]
+        return Scored(right if grade.correct else wrong, grade.reason)
+
+
+def reward_many(reward: Reward, pairs: Pairs) -> list[Scored]:
+    """The rewards of many samples, in order, by the fastest way that this reward has. Raises nothing that a reward
+    function raises: that is in `error`."""
+    if isinstance(reward, GradedReward):
+        return reward.score_many(pairs)
+    if isinstance(reward, UserReward):
+        outcomes = reward.outcomes(pairs)
+        return [_failed(found) if isinstance(found, Exception) else Scored(found) for found in outcomes]
+    return [_one(reward, prompt, sample) for prompt, sample in pairs]
+
+
+def _one(reward: Reward, prompt: Prompt, sample: Sample) -> Scored:
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise ConfigError(
-            f"reward.name {name!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error}); "
-            "it must be installed or lie in a folder on PYTHONPATH"
-        ) from error
-    function = getattr(module, function_name, None)
-    if function is None:
-        raise ConfigError(f"reward.name {name!r}: module {module_name!r} has no {function_name!r}")
-    if not callable(function):
-        raise ConfigError(f"reward.name {name!r}: {function_name!r} is a {type(function).__name__}, not a function")
-    return function
+        return Scored(reward(prompt, sample))
+    except Exception as error:  # noqa: BLE001 (a user's reward may raise anything)
+        return _failed(error)
 
 
-def _checked(name: str, function: Callable[[Sample], float], timeout_s: float) -> Reward:
-    def reward(prompt: Prompt, sample: Sample) -> float:
-        value = _within(timeout_s, name, function, sample)
-        # numbers.Real admits numpy scalars and bool, which are fine; strings, None and tensors are not.
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise UsageError(f"reward {name!r} returned {value!r} for sample {sample.name}; it must be a finite number")
-        return float(value)
-
-    return reward
-
-
-def _within(timeout_s: float, name: str, function: Callable[[Sample], float], sample: Sample) -> float:
-    """The function's value, computed on a thread of its own. Raises UsageError after timeout_s seconds; Python cannot
-    end a thread, so one that hangs is left behind (it does not keep the process alive)."""
-    box: list[tuple[bool, Any]] = []
-
-    def call() -> None:
-        try:
-            box.append((True, function(sample)))
-        except BaseException as error:  # noqa: BLE001 (handed to the caller's thread, whatever it is)
-            box.append((False, error))
-
-    thread = threading.Thread(target=call, daemon=True, name=f"reward {name}")
-    thread.start()
-    thread.join(timeout_s)
-    if not box:
-        raise UsageError(
-            f"reward {name!r} took longer than {timeout_s:g} s for sample {sample.name} (reward.timeout_s)"
-        )
-    done, value = box[0]
-    if done:
-        return value
-    if isinstance(value, Exception):
-        raise value
-    raise UsageError(f"reward {name!r} ended with {type(value).__name__}: {value} for sample {sample.name}") from value
+def _failed(error: Exception) -> Scored:
+    return Scored(0.0, TIMEOUT if isinstance(error, RewardTimeout) else "", error)

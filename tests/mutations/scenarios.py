@@ -24,6 +24,7 @@ from exactrl.parity.subject import Subject
 from exactrl.rl import loop
 from exactrl.rl.collect import Collecting
 from exactrl.sync import memory
+from exactrl.tasks.rewards import reward_many
 from exactrl.train.trainer import Trainer
 from exactrl.types import Prompt, Request, Sample, SamplingParams
 from tests.model.test_qwen3 import build, config
@@ -97,6 +98,9 @@ class Prompts:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return ""
+
+    def rewards(self, pairs):
+        return reward_many(self.reward, pairs)
 
     def reward(self, prompt: Prompt, sample: Sample) -> float:
         return float(sample.sample_index)

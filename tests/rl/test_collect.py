@@ -7,6 +7,7 @@ import pytest
 
 from exactrl.errors import UsageError
 from exactrl.rl.collect import Collecting, collect
+from exactrl.tasks.rewards import reward_many
 from exactrl.types import Completion, EngineStats, Prompt, SamplingParams
 
 
@@ -14,7 +15,7 @@ class World:
     """Engine and task: an endless row of prompts (`size` different ones), rewards by (prompt number, sample)."""
 
     def __init__(self, rewards, size=10**6) -> None:
-        self.rewards, self.size = rewards, size
+        self.table, self.size = rewards, size
         self.stats, self.weight_version = EngineStats(), 0
         self.drawn: list[int] = []
         self.keys: list[int] = []
@@ -32,8 +33,11 @@ class World:
     def decode(self, token_ids):
         return ""
 
+    def rewards(self, pairs):
+        return reward_many(self.reward, pairs)
+
     def reward(self, prompt, sample):
-        return self.rewards(prompt.metadata["number"], sample.sample_index)
+        return self.table(prompt.metadata["number"], sample.sample_index)
 
 
 def gather(world, *, cursor=0, rounds=10, prompts=4, on_error="stop", step=1):

@@ -11,6 +11,7 @@ from exactrl.rl import loop
 from exactrl.rl.collect import Collecting
 from exactrl.rl.shaping import Shaping
 from exactrl.sync.memory import sync
+from exactrl.tasks.rewards import reward_many
 from exactrl.types import Completion, EngineStats, Prompt, SamplingParams
 
 
@@ -80,6 +81,9 @@ class World:
 
     def decode(self, token_ids):
         return "text"
+
+    def rewards(self, pairs):
+        return reward_many(self.reward, pairs)
 
     def reward(self, prompt, sample):
         return float(sample.sample_index)

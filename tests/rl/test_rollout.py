@@ -8,6 +8,7 @@ import pytest
 from exactrl.contract import noise_key
 from exactrl.errors import NonFiniteError, ParityError, UsageError
 from exactrl.rl.rollout import Draw, assign_rewards, rollout
+from exactrl.tasks.rewards import reward_many
 from exactrl.types import Completion, EngineStats, Group, Prompt, Sample, SamplingParams
 
 
@@ -32,13 +33,16 @@ class FakeTask:
     """Rewards by sample name; an exception in the table is raised."""
 
     def __init__(self, rewards=None):
-        self.rewards = rewards or {}
+        self.table = rewards or {}
 
     def decode(self, token_ids):
         return "-".join(map(str, token_ids))
 
+    def rewards(self, pairs):
+        return reward_many(self.reward, pairs)
+
     def reward(self, prompt, sample):
-        value = self.rewards.get(sample.name, 0.5)
+        value = self.table.get(sample.name, 0.5)
         if isinstance(value, Exception):
             raise value
         return value

@@ -11,7 +11,7 @@ from exactrl.errors import ConfigError, DataError, UsageError
 from exactrl.tasks import arithmetic
 from exactrl.tasks.rewards import resolve_reward
 from exactrl.tasks.task import DataTask, epoch_order
-from exactrl.types import Prompt, Sample
+from exactrl.types import Prompt, Sample, Scored
 
 SAMPLE = Sample("p", 2, (), [], np.zeros(0, np.float32), "stop", 0, 1.0, text="Answer: 7", label="7")
 
@@ -78,7 +78,7 @@ def test_rest_of_the_protocol(tokenizer):
     long = [Prompt("a", "", (1, 2), ""), Prompt("b", "", (1, 2, 3), "")]
     assert DataTask(long[:1], {"held": long}, tokenizer, arithmetic.reward).longest_prompt() is long[1]
     assert one.decode(tokenizer.encode("Answer: 7<|im_end|>")) == "Answer: 7"
-    assert one.reward(one.train_prompts(0, 1)[0], SAMPLE) == 1.0
+    assert one.rewards([(one.train_prompts(0, 1)[0], SAMPLE)]) == [Scored(1.0, "", None)]
     with pytest.raises(DataError, match="no prompts"):
         DataTask([], {}, tokenizer, arithmetic.reward)
 
@@ -117,7 +117,7 @@ def test_user_rewards():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("arithmetics", "unknown; use 'arithmetic' or 'module:function'"),
+        ("arithmetics", "unknown; use 'math', 'dapo', 'arithmetic' or 'module:function'"),
         (":f", "unknown"),
         ("m:", "unknown"),
         ("no_such_module_x:f", "cannot be imported .*PYTHONPATH"),
