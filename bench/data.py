@@ -71,7 +71,7 @@ def write_file(path: Path, unique: int, repeats: int, own_index: bool) -> None:
 def first_prompts(data: str, folder: str, dedupe: bool) -> dict[str, Any]:
     """Builds the task of a recipe and draws the first step's prompts; seconds since the process began."""
     from exactrl.config import load_recipe
-    from exactrl.launch import build_task
+    from exactrl.launch.build import build_task
 
     settings = {
         "data.train": data, "data.eval": "{}", "run.eval_every": "0", "data.dedupe": str(dedupe).lower(),

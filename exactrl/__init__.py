@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "train": "exactrl.launch",
-    "sft": "exactrl.launch_sft",
+    "sft": "exactrl.launch",
     "check": "exactrl.launch",
     "Engine": "exactrl.launch",
     "Trainer": "exactrl.train.trainer",

@@ -227,16 +227,16 @@ def test_an_existing_run_is_not_touched(run):
 def test_one_ulp_on_one_side_stops_the_run_before_weights_change(tmp_path, monkeypatch, side, dtype):
     trainers = []
     fault = one_ulp("layers.1.swiglu")
-    plain = launch.Trainer
+    plain = launch.build.Trainer
 
     def make_trainer(*args, **settings):
         trainers.append(plain(*args, **settings, see=fault if side == "trainer" else None))
         trainers.append(trainers[0].master_digest())
         return trainers[0]
 
-    monkeypatch.setattr(launch, "Trainer", make_trainer)
+    monkeypatch.setattr(launch.build, "Trainer", make_trainer)
     if side == "engine":
-        monkeypatch.setattr(launch, "NativeEngine", partial(launch.NativeEngine, see=fault))
+        monkeypatch.setattr(launch.build, "NativeEngine", partial(launch.build.NativeEngine, see=fault))
     with pytest.raises(ParityError, match="logprob differ") as caught:
         launch.train(micro(tmp_path / "r", model__dtype=dtype, run__audit_every=0))
     assert caught.value.exit_code == 3
@@ -349,7 +349,7 @@ def test_every_setting_of_the_trainer_arrives(tmp_path):
     }  # fmt: skip
     for exact in (True, False):
         config = micro(tmp_path, contract__true_on_policy=str(exact).lower(), model__dtype="float32", **settings)
-        trainer = launch.build_trainer(config, find_model("tiny"))
+        trainer = launch.build.build_trainer(config, find_model("tiny"))
         matrices, vectors = trainer.optimizer.param_groups
         assert (matrices["lr"], matrices["betas"], matrices["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
         assert (vectors["lr"], vectors["betas"], vectors["weight_decay"]) == (0.25, (0.5, 0.75), 0.0)
@@ -364,22 +364,22 @@ def test_settings_of_the_algorithm_arrive(tmp_path):
         tmp_path, train__algorithm="dr_grpo", train__entropy_coef=0.25, train__dual_clip=3.0, train__lr=0.5,
         train__lr_schedule="linear", train__warmup_steps=1, train__min_lr_ratio=0.5, train__overlong_cache=5,
     )  # fmt: skip
-    trainer = launch.build_trainer(config, find_model("tiny"))
+    trainer = launch.build.build_trainer(config, find_model("tiny"))
     assert (trainer.aggregation, trainer.max_new_tokens, trainer.entropy_coef) == ("constant-length", 12, 0.25)
     assert trainer.algorithm.loss.keywords == {"dual_clip": 3.0}
     assert [trainer.lr_at(step) for step in (1, 2, 3)] == [0.25, 0.5, 0.375]
-    assert launch.loop_plan(config, ()).shaping.overlong_cache == 5
+    assert launch.build.loop_plan(config, ()).shaping.overlong_cache == 5
     assert launch.plan(config)["train"]["loss_aggregation"] == "constant-length"
-    plain = launch.build_trainer(micro(tmp_path, contract__true_on_policy="false"), find_model("tiny")).model
+    plain = launch.build.build_trainer(micro(tmp_path, contract__true_on_policy="false"), find_model("tiny")).model
     with pytest.raises(ConfigError, match="entropy"):
-        launch.Trainer(plain, trainer.algorithm, lr=1.0, entropy_coef=0.1)
+        launch.build.Trainer(plain, trainer.algorithm, lr=1.0, entropy_coef=0.1)
 
 
 def test_every_setting_of_the_engine_arrives(tmp_path):
     settings = {"rollout__max_concurrent": 7, "rollout__kv_tokens": 100, "rollout__chunk_tokens": 13}
     for exact in (True, False):
         config = micro(tmp_path, contract__true_on_policy=str(exact).lower(), contract__k_leaves=4, **settings)
-        engine = launch.build_engine(config, find_model("tiny"))
+        engine = launch.build.build_engine(config, find_model("tiny"))
         scheduler = engine.scheduler
         assert (scheduler.max_concurrent, scheduler.chunk_tokens, scheduler.max_model_tokens) == (7, 13, 64 + 12)
         assert engine.allocator.num_blocks == 7  # 100 tokens in blocks of 16
@@ -436,7 +436,7 @@ def test_train_is_callable_before_and_after_its_room_is_imported(tmp_path):
 
 
 def test_a_parity_failure_is_written_down_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "build_trainer", lambda c, f, make=launch.build_trainer: faulty(make(c, f)))
+    monkeypatch.setattr(launch.build, "build_trainer", lambda c, f, make=launch.build.build_trainer: faulty(make(c, f)))
     with pytest.raises(ParityError):
         launch.train(micro(tmp_path / "run"))
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
@@ -448,8 +448,8 @@ def test_a_disk_that_refuses_failure_json_does_not_hide_the_failure(tmp_path, mo
     def full(self, error, after_step):
         raise EnvironmentProblem("no space left")
 
-    monkeypatch.setattr(launch.RunFolder, "write_failure", full)
-    monkeypatch.setattr(launch, "build_trainer", lambda c, f, make=launch.build_trainer: faulty(make(c, f)))
+    monkeypatch.setattr(launch.rl_run.RunFolder, "write_failure", full)
+    monkeypatch.setattr(launch.build, "build_trainer", lambda c, f, make=launch.build.build_trainer: faulty(make(c, f)))
     with pytest.raises(ParityError):
         launch.train(micro(tmp_path / "run"))
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import exactrl
-from exactrl import launch_sft
 from exactrl.config import load_sft_recipe
 from exactrl.errors import (
     ConfigError,
@@ -22,6 +21,7 @@ from exactrl.errors import (
     NonFiniteError,
     UsageError,
 )
+from exactrl.launch import sft_run as launch_sft
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model
 from exactrl.model.weights import initial_weights, master_digest

@@ -17,7 +17,6 @@ ROWS: dict[float, str] = {
     4: "rl parity",
     5: "cluster report",
     5.5: "launch",
-    5.7: "launch_sft",
     6: "cli",
 }
 LEVELS = {room: level for level, rooms in ROWS.items() for room in rooms.split()}

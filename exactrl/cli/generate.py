@@ -23,7 +23,7 @@ from exactrl.cli.options import (
 EXAMPLE = "Example: exactrl generate tiny --prompts prompts.jsonl --samples 4 --out samples.jsonl"
 
 
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
     if not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
@@ -42,7 +42,7 @@ def generate(
     out: Annotated[Path | None, typer.Option(help="JSONL file to write [stdout].", metavar="FILE")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling noise.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0, callback=_finite, help="0 = greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, callback=finite, help="0 = greedy.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 128,
     max_concurrent: Annotated[int, typer.Option(min=1, help="Most sequences decoded together.")] = 256,
     kv_tokens: Annotated[int, typer.Option(min=0, help="Size of the KV cache, in tokens; 0 = what fits.")] = 0,
@@ -59,7 +59,7 @@ def generate(
 
     requested = read_prompts(prompt, prompts)
     launch = late_import("exactrl.launch")
-    with open_output(out) as write, _Bar(ctx) as bar:
+    with open_output(out) as write, Bar(ctx) as bar:
         for row in launch.generate(
             model,
             requested,
@@ -77,7 +77,7 @@ def generate(
             write(row_line(row))
 
 
-class _Bar:
+class Bar:
     """A bar on stderr while responses finish; nothing when quiet or not on a terminal."""
 
     def __init__(self, ctx: typer.Context) -> None:
@@ -89,7 +89,7 @@ class _Bar:
             self.bar = Progress(console=self.screen, transient=True)
             self.task = self.bar.add_task("generate", total=None)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Bar:
         if self.bar:
             self.bar.start()
         return self

@@ -25,7 +25,7 @@ def sft(
 
     given = [] if out is None else [("run.out", out)]
     config = load_sft_recipe(recipe, [*given, *overrides(ctx)])
-    launch = late_import("exactrl.launch_sft")
+    launch = late_import("exactrl.launch")
     with train_events(console(ctx.obj), ctx.obj, config.run.steps, tuple(config.data.eval), SFT_VIEW) as events:
         summary = launch.sft(config, events)
     events.conclude(summary)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import tomli_w
 from pydantic import ValidationError
 
+from exactrl.config.evaluation import EvalConfig
 from exactrl.config.explain import allowed, show, unknown
 from exactrl.config.settings import Config, Recipe
 from exactrl.config.sft import SftConfig
@@ -79,6 +80,11 @@ def make_sft_config(table: Mapping[str, Any], source: str = "settings") -> SftCo
     """Settings of a supervised run; see make_config."""
     _require_kind(SftConfig, table, source)
     return _make(SftConfig, table, source)
+
+
+def make_eval_config(table: Mapping[str, Any]) -> EvalConfig:
+    """Settings of an evaluation, as given on the command line; see make_config."""
+    return _make(EvalConfig, table, "command line")
 
 
 def _make(

@@ -9,14 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from exactrl.config.algorithms import (
-    AlgorithmName,
-    aggregation_fits,
-    clip_is_higher,
-    dual_clip_fits,
-    equal_rewards_are_empty,
-    group_has_baseline,
-)
+from exactrl.config.algorithms import AlgorithmName
+from exactrl.config.rules import RL_RULES, Rules
 from exactrl.contract import CONTRACTS
 
 
@@ -66,7 +60,6 @@ class Section(BaseModel):
 
 
 # Settings that are fine alone and wrong together: their keys, and what is wrong ("" = nothing).
-Rules = Mapping[tuple[str, ...], Callable[..., str]]
 
 
 class Recipe(Section):
@@ -316,6 +309,13 @@ class TrainConfig(OptimizerConfig):
 class RunConfig(Section):
     steps: Count = Field(description="RL steps.")
     eval_every: Whole = Field(default=0, description="Steps between evaluations on `data.eval`; 0 = never.")
+    eval_samples: Count = Field(
+        default=1,
+        description="Responses to each held-out problem; metrics are `eval/<name>/mean`, `/pass@k`, `/ci95`.",
+    )
+    eval_temperature: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Sampling temperature of evaluations; 0 = greedy."
+    )
     checkpoint_every: Whole = Field(default=0, description="Steps between checkpoints; 0 = only at the end.")
     keep_checkpoints: Count = Field(default=3, description="Newest checkpoints kept.")
     audit_every: Whole = Field(default=10, description="Steps between audits that score every sample again; 0 = never.")
@@ -325,85 +325,11 @@ class RunConfig(Section):
     ] = Field(default=(), description="Experiment trackers besides the run folder.")
 
 
-def _minibatches_divide(prompts: int, samples: int, minibatches: int) -> str:
-    total = prompts * samples
-    if total % minibatches == 0:
-        return ""
-    return (
-        f"train.minibatches = {minibatches} does not divide the {total} samples of a step "
-        f"(rollout.prompts_per_step {prompts} x rollout.samples_per_prompt {samples})"
-    )
-
-
-def _entropy_has_gradient(coef: float, true_on_policy: bool) -> str:
-    if coef == 0 or true_on_policy:
-        return ""
-    return (
-        f"train.entropy_coef = {coef} needs contract.true_on_policy: the plain ops report entropy without a gradient; "
-        "use 0 without it"
-    )
-
-
-def _overlong_fits(cache: int, max_new_tokens: int) -> str:
-    if cache <= max_new_tokens:
-        return ""
-    return (
-        f"train.overlong_cache = {cache} is longer than the longest response (rollout.max_new_tokens {max_new_tokens})"
-    )
-
-
-def _reference_is_used(reference: str, coef: float) -> str:
-    if not reference or coef > 0:
-        return ""
-    return f'train.reference = "{reference}" is only read with a KL penalty; set train.kl_coef above 0, or remove it'
-
-
-def _warmup_ends(warmup: int, steps: int) -> str:
-    if warmup < steps:
-        return ""
-    return f"train.warmup_steps = {warmup} leaves none of the run's {steps} steps at the full learning rate"
-
-
-def _minimum_is_used(schedule: str, ratio: float) -> str:
-    if schedule != "constant" or ratio == 0:
-        return ""
-    return f'train.min_lr_ratio = {ratio} has no meaning with train.lr_schedule = "constant"; use "linear" or "cosine"'
-
-
-def _pattern_has_label(pattern: str, label_key: str) -> str:
-    if not pattern or label_key:
-        return ""
-    return f"data.label_pattern = {pattern!r} has nothing to search: data.label_key is empty"
-
-
-def _eval_has_data(every: int, tables: Mapping[str, str]) -> str:
-    if every == 0 or tables:
-        return ""
-    return f"run.eval_every = {every} but data.eval is empty; name a held-out set in [data.eval] or use 0"
-
-
-_RULES: Rules = {
-    ("rollout.prompts_per_step", "rollout.samples_per_prompt", "train.minibatches"): _minibatches_divide,
-    ("train.algorithm", "rollout.prompts_per_step", "rollout.samples_per_prompt"): group_has_baseline,
-    ("train.algorithm", "train.loss_aggregation"): aggregation_fits,
-    ("train.algorithm", "train.clip_low", "train.clip_high"): clip_is_higher,
-    ("train.algorithm", "train.dual_clip"): dual_clip_fits,
-    ("train.entropy_coef", "contract.true_on_policy"): _entropy_has_gradient,
-    ("train.algorithm", "train.dynamic_sampling"): equal_rewards_are_empty,
-    ("train.reference", "train.kl_coef"): _reference_is_used,
-    ("train.overlong_cache", "rollout.max_new_tokens"): _overlong_fits,
-    ("train.warmup_steps", "run.steps"): _warmup_ends,
-    ("train.lr_schedule", "train.min_lr_ratio"): _minimum_is_used,
-    ("data.label_pattern", "data.label_key"): _pattern_has_label,
-    ("run.eval_every", "data.eval"): _eval_has_data,
-}
-
-
 class Config(Recipe):
     """A whole RL run. Built by `load_recipe` or `make_config`, which explain problems in the user's terms."""
 
     command = "train"
-    rules = _RULES
+    rules = RL_RULES
 
     model: ModelConfig
     contract: ContractConfig = ContractConfig()

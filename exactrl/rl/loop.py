@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from exactrl.algo.algorithm import Algorithm
 from exactrl.protocols import RolloutEngine, Task, Trainer
 from exactrl.rl.collect import Collected, Collecting, collect
+from exactrl.rl.evaluation import score
 from exactrl.rl.rollout import Draw, Progress, assign_rewards, rollout
 from exactrl.rl.shaping import Shaping, has_signal, sample_kl, set_advantages
 from exactrl.tasks.grading.outcome import count
@@ -43,6 +44,8 @@ class Plan:
     collecting: Collecting
     audit_every: int
     eval_every: int
+    eval_samples: int = 1
+    eval_temperature: float = 0.0
     shaping: Shaping = field(default_factory=Shaping)
     kl: bool = False
 
@@ -129,23 +132,27 @@ def score_reference(plan: Plan, trainer: Trainer, samples: Sequence[Sample]) -> 
 
 
 def evaluate(plan: Plan, step: int, engine: RolloutEngine, task: Task, progress: Progress) -> Metrics:
-    """Mean reward of greedy responses on every held-out set, `eval/<name>/mean`; nothing where eval_every is 0.
+    """Every held-out set: `eval/<name>/mean` (mean reward), `/ci95` (half of its confidence interval) and `/pass@k`;
+    nothing where eval_every is 0.
 
     A failed reward counts as 0 and in `eval/<name>/failed_rewards`, or stops the run (reward.on_error = "stop").
     """
     if not plan.eval_every:
         return {}
     c = plan.collecting
-    params = SamplingParams(c.sampling.max_new_tokens, 0.0, c.sampling.stop_token_ids)
+    params = SamplingParams(c.sampling.max_new_tokens, plan.eval_temperature, c.sampling.stop_token_ids)
     result: Metrics = {}
     begin = time.perf_counter()
     for name, prompts in task.eval_prompts().items():
         draw = Draw(c.seed, f"eval/{name}", step)
         report = lambda _, done, total: progress("eval", done, total)  # noqa: E731
-        groups = rollout(engine, prompts, 1, params, draw, task, report)
+        groups = rollout(engine, prompts, plan.eval_samples, params, draw, task, report)
         policy = "stop" if c.on_reward_error == "stop" else "zero"  # a mean over survivors would flatter
         result[f"eval/{name}/failed_rewards"] = assign_rewards(groups, task, policy)
-        result[f"eval/{name}/mean"] = float(np.mean(_rewards(groups)))
+        found = score(groups)
+        result[f"eval/{name}/mean"] = found.mean
+        result[f"eval/{name}/ci95"] = (found.high - found.low) / 2
+        result |= {f"eval/{name}/pass@{k}": value for k, value in found.pass_at.items()}
     engine.reset_cache()  # or the next step's scheduling would depend on whether an evaluation came before it
     return result | {"perf/eval_time": time.perf_counter() - begin}
 

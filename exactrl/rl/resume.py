@@ -16,7 +16,8 @@ from exactrl.errors import CheckpointError, EnvironmentProblem
 
 # What may differ between a run and its continuation: these never change a bit of what is trained.
 FREE = (
-    "run.out", "run.steps", "run.eval_every", "run.checkpoint_every", "run.keep_checkpoints", "run.audit_every",
+    "run.out", "run.steps", "run.eval_every", "run.eval_samples", "run.eval_temperature", "run.checkpoint_every",
+    "run.keep_checkpoints", "run.audit_every",
     "run.trackers", "rollout.max_concurrent", "rollout.kv_tokens", "rollout.chunk_tokens", "reward.timeout_s",
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ class RunFolder:
     """Writes OUT/ as documented in docs/architecture.md. A lock keeps two runs out of one folder; the system drops it
     when the process ends, however it ends.
 
-    `go_on_after`: the folder's run is continued after that step, whatever lies beyond it is cut off, and `rows` are the
-    metrics that stay. Otherwise raises UsageError for a folder that holds a run; for one that is in use, always. Raises
+    `go_on_after`: the folder's run is continued after that step, whatever lies beyond it is cut off, and `rows` are all
+    metrics of the run so far. Otherwise raises UsageError for a folder that holds a run; always for one in use. Raises
     EnvironmentProblem when the disk refuses, CheckpointError when rows up to go_on_after are missing.
     """
 
@@ -88,6 +88,7 @@ class RunFolder:
             self._metrics.flush()
         except OSError as error:
             raise EnvironmentProblem(f"{self.path / 'metrics.jsonl'}: cannot be written: {error}") from error
+        self.rows.append(row)
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         rows = [json.dumps(sample_row(g.prompt.text, s)) for g in groups for s in g.samples]
@@ -100,19 +101,20 @@ class RunFolder:
 
     @contextmanager
     def recorded(
-        self, summary: Mapping[str, Any], steps: int, report: Callable[[Path], object] = lambda path: None
+        self, steps: int, report: Callable[[Path], object] = lambda path: None, hint: str = ""
     ) -> Iterator[None]:
-        """Around a run: what ends it early is written to failure.json and `report` is called; Ctrl-C becomes
-        Interrupted. summary["steps"] counts finished steps. Closes metrics.jsonl."""
+        """Around a run of `steps` steps: what ends it early is written to failure.json and `report` is called; Ctrl-C
+        becomes Interrupted, whose message holds `hint`. Closes metrics.jsonl."""
         try:
             yield
         except BaseException as error:
             with suppress(ExactRLError):  # a full disk must not hide why the run ended
-                self.write_failure(error, after_step=summary["steps"])
+                self.write_failure(error, after_step=len(self.rows))
                 report(self.path)
             if isinstance(error, KeyboardInterrupt):
-                message = f"interrupted after step {summary['steps']} of {steps}; see {self.path}"
-                raise Interrupted(message) from error
+                raise Interrupted(
+                    f"interrupted after step {len(self.rows)} of {steps}{hint}; see {self.path}"
+                ) from error
             raise
         finally:
             self.close()

@@ -213,7 +213,7 @@ def test_A_47_the_configured_dtype_is_the_one_computed_in(dtype, exact):
     recipe = {"model.path": "bundled:tiny", "model.dtype": {F32: "float32", BF16: "bfloat16"}[dtype]}
     recipe |= {"contract.true_on_policy": str(exact).lower(), "rollout.kv_tokens": "512"}
     settings = load_recipe("tiny", list(recipe.items()))
-    engine, trainer = (f(settings, find_model("tiny")) for f in (launch.build_engine, launch.build_trainer))
+    engine, trainer = (f(settings, find_model("tiny")) for f in (launch.build.build_engine, launch.build.build_trainer))
     found: tuple[dict, dict] = ({}, {})
     engine.see, trainer.see = (dtypes_into(f) for f in found)
     with Called() as called:

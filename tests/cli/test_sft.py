@@ -42,9 +42,9 @@ def seen(monkeypatch):
         events.on_end(SUMMARY)
         return SUMMARY
 
-    fake = ModuleType("exactrl.launch_sft")
+    fake = ModuleType("exactrl.launch")
     fake.sft = sft
-    monkeypatch.setitem(sys.modules, "exactrl.launch_sft", fake)
+    monkeypatch.setitem(sys.modules, "exactrl.launch", fake)
     return configs
 
 
@@ -115,6 +115,6 @@ def test_ctrl_c_exits_with_130(run, seen, monkeypatch):
     def sft(config, events):
         raise Interrupted("interrupted after step 1 of 2; see o")
 
-    sys.modules["exactrl.launch_sft"].sft = sft
+    sys.modules["exactrl.launch"].sft = sft
     outcome = run("sft", "tiny_sft")
     assert (outcome.code, outcome.err) == (130, "error: interrupted after step 1 of 2; see o\n")

@@ -7,7 +7,7 @@ import pytest
 from exactrl import launch
 from exactrl.contract import get_contract
 from exactrl.errors import ConfigError
-from exactrl.model.config import ModelConfig
+from exactrl.model.config import ModelConfig, find_model
 from exactrl.model.folder import save_model
 from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import load_weights, random_weights
@@ -52,7 +52,7 @@ def make_folder(path, name: str) -> str:
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_ladder_passes(tmp_path, name, dtype):
     results = launch.check(make_folder(tmp_path, name), dtypes=[dtype])
-    assert {r.name for r in results} == set(launch.ladder.RUNGS)
+    assert {r.name for r in results} == set(launch.checking.ladder.RUNGS)
     for r in results:
         assert (r.status, r.mismatched) == ("pass", 0), r
         assert r.compared > 0, r
@@ -77,7 +77,7 @@ def test_a_rung_that_could_not_vary_anything_fails(tmp_path, monkeypatch):
     """Without preemption the preemption rung has shown nothing: it must not pass."""
     from exactrl.parity import engine_rungs
 
-    subject = launch.subject_of(launch.find_model("tiny"), "float32", True, 0)
+    subject = launch.subject_of(find_model("tiny"), "float32", True, 0)
     make = subject.make_engine
     subject.make_engine = lambda **limits: make(**{**limits, "kv_tokens": 8192})
     tally = engine_rungs.Tally()

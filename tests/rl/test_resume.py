@@ -167,8 +167,8 @@ def test_E_32_settings_that_change_no_bit_may_change(stopped, whole):
 
 
 def test_other_data_are_refused(stopped, monkeypatch):
-    real = launch.run_identity
-    monkeypatch.setattr(launch, "run_identity", lambda *a: {**real(*a), "data_digest": "other"})
+    real = launch.rl_run.run_identity
+    monkeypatch.setattr(launch.rl_run, "run_identity", lambda *a: {**real(*a), "data_digest": "other"})
     before = files(stopped)
     with pytest.raises(CheckpointError, match="data digest was"):
         resume(stopped)

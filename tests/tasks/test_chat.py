@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from exactrl.config import load_recipe
 from exactrl.errors import DataError, ModelError
-from exactrl.launch import build_task
+from exactrl.launch.build import build_task
 from exactrl.rl.rollout import Draw, rollout
 from exactrl.tasks.chat import ChatTemplate, load_chat_template
 from exactrl.tasks.data import load_prompts

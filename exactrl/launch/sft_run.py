@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from exactrl.algo.sft import SFT
 from exactrl.config import SftConfig, to_toml
 from exactrl.config.sft import warmup_ends
 from exactrl.errors import ConfigError, DataError, ModelError
-from exactrl.launch import DTYPES, SMALL_MODEL, Events, Silent, contract_of
+from exactrl.launch.build import DTYPES, contract_of, few_threads
+from exactrl.launch.events import Events, Silent
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model, save_model
 from exactrl.model.qwen3 import Qwen3
@@ -62,23 +59,11 @@ def sft(config: SftConfig, events: Events | None = None) -> dict[str, Any]:
 
     plan = loop.SftPlan(steps, run.eval_every, config.train.loss_aggregation)
     evals = {name: data.examples for name, data in loaded.items() if name}
-    with out.recorded(summary, steps), few_threads(config.contract.true_on_policy, trainer):
+    with out.recorded(steps), few_threads(config.contract.true_on_policy, trainer):
         loop.run(plan, trainer, batches.batch, evals, on_step, events.on_progress)
     summary |= {"checkpoint": str(out.checkpoint_path(steps)), "seconds": time.perf_counter() - begin}
     events.on_end(summary)
     return summary
-
-
-@contextmanager
-def few_threads(exact: bool, trainer: Trainer) -> Iterator[None]:
-    """One torch thread for a small model with exact ops; see launch.SMALL_MODEL."""
-    threads = torch.get_num_threads()
-    if exact and sum(p.numel() for p in trainer.parameters) < SMALL_MODEL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def load_rows(config: SftConfig, folder: Path) -> dict[str, LoadedExamples]:

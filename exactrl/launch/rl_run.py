@@ -1,0 +1,134 @@
+"""An RL run from its recipe to its report: what `exactrl train` and exactrl.train call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exactrl.algo.algorithm import get_algorithm
+from exactrl.config import Config, to_toml
+from exactrl.errors import UsageError
+from exactrl.launch import build
+from exactrl.launch.derive import plan
+from exactrl.launch.events import Events, Silent
+from exactrl.model.config import find_model
+from exactrl.model.weights import compute_digest
+from exactrl.ops.cpu.jit import require_denormals
+from exactrl.parity.oracle import Oracle
+from exactrl.report import write_report
+from exactrl.rl import loop
+from exactrl.rl.environment import environment
+from exactrl.rl.interrupt import StopRequest
+from exactrl.rl.resume import Checkpoint, newest_complete, read_rows, require_same_run
+from exactrl.rl.run_folder import RunFolder
+from exactrl.sync.memory import sync
+from exactrl.tasks.files import resolve_path, split_slice
+from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state, save_checkpoint
+from exactrl.train.trainer import Trainer
+
+
+def train(config: Config, events: Events | None = None, *, resume: bool = False) -> dict[str, Any]:
+    """Runs a recipe; returns a summary with `out`, `report` and totals. Raises ExactRLError.
+
+    The run folder is created only when model, data and reward are all in order. `resume` goes on from the newest
+    complete checkpoint of run.out, bit for bit as if the run had never stopped; without one it starts anew.
+    """
+    events = events or Silent()
+    begin = time.perf_counter()
+    require_denormals()
+    folder = find_model(config.model.path)
+    path = Path(config.run.out)
+    checkpoint = find_checkpoint(config, path, events.on_note) if resume else None
+    if checkpoint and checkpoint.step == config.run.steps:
+        return _already_complete(config, path, events, begin)
+    task, tokenizer, counts = build.build_task(config, folder)
+    engine, trainer = build.build_engine(config, folder), build.build_trainer(config, folder)
+    stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
+    settings = build.loop_plan(config, stop)
+    build.require_servable(engine, task, settings)
+    identity = run_identity(config, trainer)
+    if checkpoint:
+        checkpoint.require(identity)
+        load_checkpoint(trainer, checkpoint.path, checkpoint.state)
+    start = loop.Start(checkpoint.step, checkpoint.cursor) if checkpoint else loop.FROM_SCRATCH
+    out = RunFolder(path, go_on_after=start.step if resume else None)
+    info = plan(config)
+    out.write_text("config.toml", to_toml(config))
+    out.write_json("plan.json", info)
+    out.write_environment({**environment(), "seed": config.rollout.seed, "data": counts}, start.step)
+    exact = config.contract.true_on_policy
+    oracle = Oracle(strict=exact, bisect_command=build.check_command(config))
+    events.on_start({**info, "data": counts, "resumed_after_step": start.step})
+
+    def on_step(result: loop.StepResult) -> None:
+        out.append_metrics(result.metrics)
+        out.write_samples(result.step, result.groups)
+        events.on_step(result.metrics)
+        every = config.run.checkpoint_every
+        if result.step == config.run.steps or (every and result.step % every == 0) or request.requested:
+            out.sync_metrics()
+            state = {"step": result.step, "cursor": result.cursor, **identity}
+            save_checkpoint(trainer, out.checkpoint_path(result.step), state, folder)
+            for problem in out.prune_checkpoints(config.run.keep_checkpoints):
+                events.on_note(problem)
+        if request.requested and result.step < config.run.steps:
+            raise KeyboardInterrupt
+
+    request = StopRequest(events.on_note)
+    algorithm = get_algorithm(config.train.algorithm)
+    with (
+        out.recorded(config.run.steps, write_report, "; go on with --resume"),
+        request,
+        build.few_threads(exact, trainer),
+    ):
+        loop.run(settings, engine, trainer, task, algorithm, oracle, sync, on_step, events.on_progress, start)
+    write_report(out.path)
+    summary = summary_of(path, out.rows, begin)
+    events.on_end(summary)
+    return summary
+
+
+def find_checkpoint(config: Config, path: Path, note: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint that a run goes on from, None where it starts anew. Raises CheckpointError for another run's
+    folder, UsageError for one that is beyond run.steps already."""
+    if not (path / "config.toml").is_file():
+        return None
+    require_same_run(path, config)
+    found = newest_complete(path, read_state, note)
+    if found is None:
+        note(f"{path} holds no complete checkpoint; the run starts anew")
+    elif found.step > config.run.steps:
+        raise UsageError(f"{path} is at step {found.step} already, beyond run.steps = {config.run.steps}")
+    return found
+
+
+def run_identity(config: Config, trainer: Trainer) -> dict[str, Any]:
+    """What a continued run must share with the one it goes on from, besides its settings."""
+    return {
+        "contract_digest": trainer.model.ops.contract.digest,
+        "data_digest": file_digest(resolve_path(split_slice(config.data.train)[0])),
+        "reference_digest": compute_digest(trainer.reference) if trainer.reference else None,
+    }
+
+
+def _already_complete(config: Config, path: Path, events: Events, begin: float) -> dict[str, Any]:
+    events.on_note(f"{path} is complete: all {config.run.steps} steps are done")
+    if not (path / "report.html").is_file():
+        write_report(path)
+    summary = summary_of(path, read_rows(path), begin)
+    events.on_end(summary)
+    return summary
+
+
+def summary_of(path: Path, rows: Sequence[Mapping[str, Any]], begin: float) -> dict[str, Any]:
+    """What a run came to, earlier parts of a resumed one included; seconds are of this process."""
+    return {
+        "out": str(path),
+        "steps": len(rows),
+        "compared_tokens": sum(row["train/logprob_compared_tokens"] for row in rows),
+        "mismatch_tokens": sum(row["train/logprob_mismatch_tokens"] for row in rows),
+        "seconds": time.perf_counter() - begin,
+        "report": str(path / "report.html"),
+    }
