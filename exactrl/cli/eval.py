@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,7 @@ def evaluate(
 ) -> None:
     """Score a model on a data set: mean@n with a 95 % confidence interval, and unbiased pass@k. Repeated problems count
     once."""
-    from exactrl.cli.rows import open_output, row_line
+    from exactrl.cli.rows import open_output
     from exactrl.config import make_eval_config
 
     if samples > 1 and temperature == 0:
@@ -62,17 +63,14 @@ def evaluate(
     reward_keys = {"name": reward, "key": reward_key, "timeout_s": timeout, "on_error": on_error}
     settings = make_eval_config({"data": data_keys, "reward": reward_keys})
     launch = late_import("exactrl.launch")
-    with Bar(ctx) as bar:
+    with open_output(out) if out else nullcontext(lambda line: None) as write, Bar(ctx) as bar:
         summary, rows = launch.evaluate(
             model, settings.data, settings.reward, samples=samples, temperature=temperature, seed=seed, ks=k,
             max_new_tokens=max_new_tokens, dtype=dtype.value, true_on_policy=true_on_policy,
-            max_concurrent=max_concurrent, kv_tokens=kv_tokens,
-            on_progress=bar.show,
+            max_concurrent=max_concurrent, kv_tokens=kv_tokens, on_progress=bar.show,
         )  # fmt: skip
-    if out is not None:
-        with open_output(out) as write:
-            for row in rows:
-                write(row_line(row))
+        for row in rows:
+            write(json.dumps(row, ensure_ascii=False))
     if as_json:
         typer.echo(json.dumps(summary))
         return

@@ -204,7 +204,7 @@ def _explain(error: ValidationError, table: Mapping[str, Any], kind: type[Recipe
     wrong: dict[str, str] = {}
     for fault in error.errors(include_url=False):
         place = ".".join(str(part) for part in fault["loc"][:2])
-        if place and place not in wrong:
+        if fault["loc"] and place not in wrong:
             wrong[place] = (
                 _section_fault(place, fault, kind) if len(fault["loc"]) == 1 else _key_fault(place, fault, table, kind)
             )

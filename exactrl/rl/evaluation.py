@@ -75,7 +75,8 @@ def interval(means: Sequence[float], *, binary: bool) -> tuple[float, float]:
     if binary:
         centre, factor = mean + Z95**2 / (2 * count), 1 + Z95**2 / count
         spread = Z95 * math.sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
-        return max(0.0, (centre - spread) / factor), min(1.0, (centre + spread) / factor)
+        low, high = (centre - spread) / factor, (centre + spread) / factor
+        return (max(0.0, low) if mean > 0 else 0.0), (min(1.0, high) if mean < 1 else 1.0)  # exact at both ends
     variance = math.fsum((m - mean) ** 2 for m in means) / max(count - 1, 1)
     spread = Z95 * math.sqrt(variance / count)
     return mean - spread, mean + spread

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ TEMPERATURES = (1.0, 0.7, 0.0, 1.3)
 @pytest.fixture(scope="module", autouse=True)
 def one_torch_thread():
     """For modules that import it: spinning threads beside a busy neighbour make small torch ops many times slower."""
+    numba.get_num_threads()  # starts numba's pool, which sets torch's thread count once
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
