@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 import exactrl
 from exactrl.config import load_sft_recipe
 from exactrl.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     EnvironmentProblem,
@@ -148,12 +151,42 @@ class Stop(Events):
 
 
 def test_ctrl_c_keeps_the_rows_so_far(run, tmp_path):
-    with pytest.raises(Interrupted, match="interrupted after step 2 of 6") as caught:
+    with pytest.raises(Interrupted, match="interrupted after step 2 of 6; go on") as caught:
         exactrl.sft(micro(tmp_path / "r"), Stop())
     assert caught.value.exit_code == 130
     assert without_times(metrics_of(tmp_path / "r")) == without_times(run[1][:2])
     failure = json.loads((tmp_path / "r/failure.json").read_text())
     assert (failure["type"], failure["after_step"]) == ("KeyboardInterrupt", 2)
+
+
+@pytest.mark.parametrize("how", ["signal", "at once", "checkpoint lost"])
+def test_a_resumed_run_is_the_uninterrupted_one(run, tmp_path, how):
+    """Weights, moments and rows, whether the run was asked to stop, killed, or its newest checkpoint was damaged."""
+    out, whole = tmp_path / "r", tmp_path / "whole"
+
+    class Ended(Events):
+        def on_step(self, metrics):
+            super().on_step(metrics)
+            if metrics["step"] == 4 and how == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif metrics["step"] == 4:
+                raise KeyboardInterrupt
+
+    exactrl.sft(micro(whole, run__checkpoint_every=2))
+    with pytest.raises(Interrupted, match="after step 4 of 6; go on with --resume"):
+        exactrl.sft(micro(out, run__checkpoint_every=2), Ended())
+    if how == "checkpoint lost":
+        (out / "checkpoints/step_000002/optimizer.safetensors").unlink()
+    events = Events()
+    exactrl.sft(micro(out, run__checkpoint_every=2), events, resume=True)
+    first = {"signal": 5, "at once": 3, "checkpoint lost": 1}[how]
+    assert [row["step"] for row in events.steps] == list(range(first, 7))
+    assert without_times(metrics_of(out)) == without_times(metrics_of(whole)) == without_times(run[1])
+    states = [json.loads((f / "checkpoints/step_000006/state.json").read_text()) for f in (out, whole)]
+    assert states[0] == states[1]
+    assert exactrl.sft(micro(out, run__checkpoint_every=2), Events(), resume=True)["steps"] == 6
+    with pytest.raises(CheckpointError, match=r"train\.lr was 3e-05, is 0\.1"):
+        exactrl.sft(micro(out, train__lr=0.1), resume=True)
 
 
 def test_a_small_exact_model_trains_on_one_torch_thread_and_gives_the_others_back(tmp_path):

@@ -15,6 +15,9 @@ def sft(
     ctx: typer.Context,
     recipe: SftRecipe,
     out: Annotated[str | None, typer.Option(help="Run folder; same as --run.out.", metavar="DIR")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run folder, bit for bit.")
+    ] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_color: NoColor = False,
@@ -27,5 +30,5 @@ def sft(
     config = load_sft_recipe(recipe, [*given, *overrides(ctx)])
     launch = late_import("exactrl.launch")
     with train_events(console(ctx.obj), ctx.obj, config.run.steps, tuple(config.data.eval), SFT_VIEW) as events:
-        summary = launch.sft(config, events)
+        summary = launch.sft(config, events, resume=resume)
     events.conclude(summary)

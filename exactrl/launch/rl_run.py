@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.config import Config, to_toml
-from exactrl.errors import UsageError
 from exactrl.launch import build
+from exactrl.launch.continuing import find_checkpoint, run_identity, take_up
 from exactrl.launch.derive import plan
 from exactrl.launch.events import Events, Silent
 from exactrl.model.config import find_model
-from exactrl.model.weights import compute_digest
 from exactrl.ops.cpu.jit import require_denormals
 from exactrl.parity.oracle import Oracle
 from exactrl.report import write_report
 from exactrl.rl import loop
 from exactrl.rl.environment import environment
 from exactrl.rl.interrupt import StopRequest
-from exactrl.rl.resume import Checkpoint, newest_complete, read_rows, require_same_run
+from exactrl.rl.resume import read_rows
 from exactrl.rl.run_folder import RunFolder
 from exactrl.sync.memory import sync
-from exactrl.tasks.files import resolve_path, split_slice
-from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state, save_checkpoint
-from exactrl.train.trainer import Trainer
+from exactrl.train.checkpoint import save_checkpoint
 
 
 def train(config: Config, events: Events | None = None, *, resume: bool = False) -> dict[str, Any]:
@@ -50,8 +47,7 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     build.require_servable(engine, task, settings)
     identity = run_identity(config, trainer)
     if checkpoint:
-        checkpoint.require(identity)
-        load_checkpoint(trainer, checkpoint.path, checkpoint.state)
+        take_up(checkpoint, trainer, config.run.steps, identity)
     start = loop.Start(checkpoint.step, checkpoint.cursor) if checkpoint else loop.FROM_SCRATCH
     out = RunFolder(path, go_on_after=start.step if resume else None)
     info = plan(config)
@@ -88,29 +84,6 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     summary = summary_of(path, out.rows, begin)
     events.on_end(summary)
     return summary
-
-
-def find_checkpoint(config: Config, path: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint that a run goes on from, None where it starts anew. Raises CheckpointError for another run's
-    folder, UsageError for one that is beyond run.steps already."""
-    if not (path / "config.toml").is_file():
-        return None
-    require_same_run(path, config)
-    found = newest_complete(path, read_state, note)
-    if found is None:
-        note(f"{path} holds no complete checkpoint; the run starts anew")
-    elif found.step > config.run.steps:
-        raise UsageError(f"{path} is at step {found.step} already, beyond run.steps = {config.run.steps}")
-    return found
-
-
-def run_identity(config: Config, trainer: Trainer) -> dict[str, Any]:
-    """What a continued run must share with the one it goes on from, besides its settings."""
-    return {
-        "contract_digest": trainer.model.ops.contract.digest,
-        "data_digest": file_digest(resolve_path(split_slice(config.data.train)[0])),
-        "reference_digest": compute_digest(trainer.reference) if trainer.reference else None,
-    }
 
 
 def _already_complete(config: Config, path: Path, events: Events, begin: float) -> dict[str, Any]:

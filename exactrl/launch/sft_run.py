@@ -12,25 +12,29 @@ from exactrl.config import SftConfig, to_toml
 from exactrl.config.sft import warmup_ends
 from exactrl.errors import ConfigError, DataError, ModelError
 from exactrl.launch.build import DTYPES, contract_of, few_threads
+from exactrl.launch.continuing import find_checkpoint, run_identity, take_up
 from exactrl.launch.events import Events, Silent
 from exactrl.model.config import find_model, read_config
-from exactrl.model.folder import load_model, save_model
+from exactrl.model.folder import load_model
 from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import initial_weights, load_weights
 from exactrl.ops import Ops
 from exactrl.ops.cpu.jit import require_denormals
 from exactrl.rl import sft as loop
 from exactrl.rl.environment import environment
+from exactrl.rl.interrupt import StopRequest
 from exactrl.rl.run_folder import RunFolder
 from exactrl.tasks.supervised import Batches, LoadedExamples, load_examples
 from exactrl.tasks.tokenizer import load_tokenizer
+from exactrl.train.checkpoint import save_checkpoint
 from exactrl.train.schedule import learning_rate
 from exactrl.train.trainer import Trainer
 
 
-def sft(config: SftConfig, events: Events | None = None) -> dict[str, Any]:
+def sft(config: SftConfig, events: Events | None = None, *, resume: bool = False) -> dict[str, Any]:
     """Runs a supervised recipe; returns a summary with `out`, `steps`, `loss` (the last) and `checkpoint` (a model
-    folder). Raises ExactRLError. The run folder is created only when model and data are in order."""
+    folder). Raises ExactRLError. The run folder is created only when model and data are in order. `resume` goes on from
+    the newest complete checkpoint, bit for bit; without one it starts anew."""
     events = events or Silent()
     begin = time.perf_counter()
     require_denormals()
@@ -41,27 +45,39 @@ def sft(config: SftConfig, events: Events | None = None) -> dict[str, Any]:
     if problem := warmup_ends(config.train.warmup_steps, steps):
         raise ConfigError(problem)
     trainer = build_trainer(config, folder, steps)
-    out = RunFolder(Path(run.out))
+    path, identity = Path(run.out), run_identity(config, trainer)
+    checkpoint = find_checkpoint(config, path, events.on_note) if resume else None
+    if checkpoint:
+        take_up(checkpoint, trainer, steps, identity)
+    start = checkpoint.step if checkpoint else 0
+    out = RunFolder(path, go_on_after=start if resume else None)
     counts = {n or "train": {"rows": len(d.examples), "filtered": d.num_filtered} for n, d in loaded.items()}
     out.write_text("config.toml", to_toml(config))
-    out.write_json("environment.json", environment() | {"seed": run.seed, "data": counts})
-    start = {"model": config.model.path, "rows": len(batches.examples), "filtered": loaded[""].num_filtered}
-    events.on_start(start | {"steps": steps, "data": counts})
-    summary: dict[str, Any] = {"out": str(out.path), "steps": 0}
+    out.write_environment({**environment(), "seed": run.seed, "data": counts}, start)
+    about = {"model": config.model.path, "rows": len(batches.examples), "filtered": loaded[""].num_filtered}
+    events.on_start(about | {"steps": steps, "data": counts, "resumed_after_step": start})
 
     def on_step(step: int, metrics: dict[str, Any]) -> None:
         out.append_metrics(metrics)
-        summary.update(steps=step, loss=metrics["train/loss"])
         events.on_step(metrics)
-        if step == steps or (run.checkpoint_every and step % run.checkpoint_every == 0):
-            save_model(trainer.model, out.checkpoint_path(step), companions=folder, masters=True)
-            out.prune_checkpoints(run.keep_checkpoints)
+        if step == steps or (run.checkpoint_every and step % run.checkpoint_every == 0) or request.requested:
+            out.sync_metrics()
+            save_checkpoint(trainer, out.checkpoint_path(step), {"step": step, **identity}, folder)
+            for problem in out.prune_checkpoints(run.keep_checkpoints):
+                events.on_note(problem)
+        if request.requested and step < steps:
+            raise KeyboardInterrupt
 
     plan = loop.SftPlan(steps, run.eval_every, config.train.loss_aggregation)
     evals = {name: data.examples for name, data in loaded.items() if name}
-    with out.recorded(steps), few_threads(config.contract.true_on_policy, trainer):
-        loop.run(plan, trainer, batches.batch, evals, on_step, events.on_progress)
-    summary |= {"checkpoint": str(out.checkpoint_path(steps)), "seconds": time.perf_counter() - begin}
+    request = StopRequest(events.on_note)
+    hint = "; go on with --resume"
+    with out.recorded(steps, hint=hint), request, few_threads(config.contract.true_on_policy, trainer):
+        loop.run(plan, trainer, batches.batch, evals, on_step, events.on_progress, start)
+    summary = {
+        "out": str(out.path), "steps": len(out.rows), "loss": out.rows[-1]["train/loss"],
+        "checkpoint": str(out.checkpoint_path(steps)), "seconds": time.perf_counter() - begin,
+    }  # fmt: skip
     events.on_end(summary)
     return summary
 

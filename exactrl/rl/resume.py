@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exactrl.config import Config, load_recipe
+from exactrl.config import Config, SftConfig, load_recipe, load_sft_recipe
 from exactrl.errors import CheckpointError, EnvironmentProblem
 
 # What may differ between a run and its continuation: these never change a bit of what is trained.
 FREE = (
-    "run.out", "run.steps", "run.eval_every", "run.eval_samples", "run.eval_temperature", "run.checkpoint_every",
-    "run.keep_checkpoints", "run.audit_every",
-    "run.trackers", "rollout.max_concurrent", "rollout.kv_tokens", "rollout.chunk_tokens", "reward.timeout_s",
+    "run.out", "run.steps", "run.epochs", "run.eval_every", "run.eval_samples", "run.eval_temperature",
+    "run.checkpoint_every", "run.keep_checkpoints", "run.audit_every", "run.trackers",
+    "rollout.max_concurrent", "rollout.kv_tokens", "rollout.chunk_tokens", "reward.timeout_s",
 )  # fmt: skip
 
 
@@ -68,13 +68,14 @@ def newest_complete(
     return None
 
 
-def require_same_run(folder: Path, config: Config) -> None:
+def require_same_run(folder: Path, config: Config | SftConfig) -> None:
     """Raises CheckpointError naming every setting that would change what the rest of the run computes."""
     path = folder / "config.toml"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.toml, so this is no run that could be continued")
-    before, now = dict(_flat(load_recipe(path))), dict(_flat(config))
-    free = set(FREE) if config.train.lr_schedule == "constant" else set(FREE) - {"run.steps"}
+    load = load_recipe if isinstance(config, Config) else load_sft_recipe
+    before, now = dict(_flat(load(path))), dict(_flat(config))
+    free = set(FREE) if config.train.lr_schedule == "constant" else set(FREE) - {"run.steps", "run.epochs"}
     changed = [key for key in now if key not in free and before[key] != now[key]]
     if changed:
         lines = "; ".join(f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed)
@@ -84,7 +85,7 @@ def require_same_run(folder: Path, config: Config) -> None:
         )
 
 
-def _flat(config: Config) -> Iterator[tuple[str, Any]]:
+def _flat(config: Config | SftConfig) -> Iterator[tuple[str, Any]]:
     for section, table in config.model_dump().items():
         for key, value in table.items():
             yield f"{section}.{key}", value

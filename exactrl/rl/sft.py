@@ -35,15 +35,17 @@ def run(
     evals: Mapping[str, Sequence[Sample]],
     on_step: Callable[[int, Metrics], None],
     progress: Progress,
+    start: int = 0,
 ) -> None:
-    """Runs plan.steps updates; `batch(step)` gives epoch and examples, `on_step(step, metrics)` is called after each.
+    """Runs updates start + 1 to plan.steps; `batch(step)` gives epoch and examples, `on_step(step, metrics)` is called
+    after each.
 
     Held-out losses in a step's row are those after its update, except in the first row: there they are those before
     any update, the baseline. Raises NonFiniteError naming the step whose loss or gradient is not finite; its update is
     not made.
     """
-    before = evaluate(plan, 0, trainer, evals, progress)
-    for step in range(1, plan.steps + 1):
+    before = evaluate(plan, 0, trainer, evals, progress) if start == 0 else {}
+    for step in range(start + 1, plan.steps + 1):
         begin = time.perf_counter()
         epoch, examples = batch(step)
         progress("train", 0, len(examples))

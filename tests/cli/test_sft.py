@@ -33,7 +33,7 @@ def seen(monkeypatch):
     """Fakes a run of two steps; returns the configs that it was given."""
     configs = []
 
-    def sft(config, events):
+    def sft(config, events, resume=False):
         configs.append(config)
         events.on_start({"model": config.model.path, "steps": 2, "data": {}})
         for step in (1, 2):
@@ -112,7 +112,7 @@ def test_usage_errors_name_what_was_meant(run, seen, launch, args, expected):
 
 
 def test_ctrl_c_exits_with_130(run, seen, monkeypatch):
-    def sft(config, events):
+    def sft(config, events, resume=False):
         raise Interrupted("interrupted after step 1 of 2; see o")
 
     sys.modules["exactrl.launch"].sft = sft

@@ -1,0 +1,45 @@
+"""Which checkpoint a run goes on from, and what has to be the same for it to be the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from exactrl.config import Config, SftConfig
+from exactrl.errors import UsageError
+from exactrl.model.weights import compute_digest
+from exactrl.rl.resume import Checkpoint, newest_complete, require_same_run
+from exactrl.tasks.files import resolve_path, split_slice
+from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state
+from exactrl.train.trainer import Trainer
+
+
+def find_checkpoint(config: Config | SftConfig, path: Path, note: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint that a run goes on from, None where it starts anew. Raises CheckpointError for another run's
+    folder."""
+    if not (path / "config.toml").is_file():
+        return None
+    require_same_run(path, config)
+    found = newest_complete(path, read_state, note)
+    if found is None:
+        note(f"{path} holds no complete checkpoint; the run starts anew")
+    return found
+
+
+def take_up(checkpoint: Checkpoint, trainer: Trainer, steps: int, identity: dict[str, Any]) -> None:
+    """Puts the checkpoint into the trainer. Raises UsageError for one that is beyond `steps`, CheckpointError for one
+    of other data, contract or reference policy."""
+    if checkpoint.step > steps:
+        raise UsageError(f"{checkpoint.path} is beyond the run's {steps} steps (run.steps); nothing was changed")
+    checkpoint.require(identity)
+    load_checkpoint(trainer, checkpoint.path, checkpoint.state)
+
+
+def run_identity(config: Config | SftConfig, trainer: Trainer) -> dict[str, Any]:
+    """What a continued run must share with the one it goes on from, besides its settings."""
+    return {
+        "contract_digest": trainer.model.ops.contract.digest,
+        "data_digest": file_digest(resolve_path(split_slice(config.data.train)[0])),
+        "reference_digest": compute_digest(trainer.reference) if trainer.reference else None,
+    }
