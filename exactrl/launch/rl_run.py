@@ -21,8 +21,8 @@ from exactrl.report import write_report
 from exactrl.rl import loop
 from exactrl.rl.environment import environment
 from exactrl.rl.interrupt import StopRequest
-from exactrl.rl.resume import Checkpoint, newest_complete, read_rows, require_same_run
-from exactrl.rl.run_folder import RunFolder
+from exactrl.rl.resume import Checkpoint, checkpoints, newest_complete, read_rows, require_same_run
+from exactrl.rl.run_folder import RunFolder, holds_run
 from exactrl.sync.memory import sync
 from exactrl.tasks.files import resolve_path, split_slice
 from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state, save_checkpoint
@@ -40,6 +40,7 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     require_denormals()
     folder = find_model(config.model.path)
     path = Path(config.run.out)
+    seen = checkpoints(path)
     checkpoint = find_checkpoint(config, path, events.on_note) if resume else None
     if checkpoint and checkpoint.step == config.run.steps:
         return _already_complete(config, path, events, begin)
@@ -50,10 +51,10 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     build.require_servable(engine, task, settings)
     identity = run_identity(config, trainer)
     if checkpoint:
-        checkpoint.require(identity)
+        checkpoint.require({**identity, "weight_version": checkpoint.step * config.train.minibatches})
         load_checkpoint(trainer, checkpoint.path, checkpoint.state)
     start = loop.Start(checkpoint.step, checkpoint.cursor) if checkpoint else loop.FROM_SCRATCH
-    out = RunFolder(path, go_on_after=start.step if resume else None)
+    out = RunFolder(path, go_on_after=start.step if resume else None, seen=seen)
     info = plan(config)
     out.write_text("config.toml", to_toml(config))
     out.write_json("plan.json", info)
@@ -93,7 +94,7 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
 def find_checkpoint(config: Config, path: Path, note: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint that a run goes on from, None where it starts anew. Raises CheckpointError for another run's
     folder, UsageError for one that is beyond run.steps already."""
-    if not (path / "config.toml").is_file():
+    if not (path / "config.toml").exists() and not holds_run(path):
         return None
     require_same_run(path, config)
     found = newest_complete(path, read_state, note)
@@ -117,7 +118,7 @@ def _already_complete(config: Config, path: Path, events: Events, begin: float) 
     events.on_note(f"{path} is complete: all {config.run.steps} steps are done")
     if not (path / "report.html").is_file():
         write_report(path)
-    summary = summary_of(path, read_rows(path), begin)
+    summary = summary_of(path, read_rows(path, config.run.steps), begin)
     events.on_end(summary)
     return summary
 

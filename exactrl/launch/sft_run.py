@@ -55,7 +55,8 @@ def sft(config: SftConfig, events: Events | None = None) -> dict[str, Any]:
         events.on_step(metrics)
         if step == steps or (run.checkpoint_every and step % run.checkpoint_every == 0):
             save_model(trainer.model, out.checkpoint_path(step), companions=folder, masters=True)
-            out.prune_checkpoints(run.keep_checkpoints)
+            for problem in out.prune_checkpoints(run.keep_checkpoints):
+                events.on_note(problem)
 
     plan = loop.SftPlan(steps, run.eval_every, config.train.loss_aggregation)
     evals = {name: data.examples for name, data in loaded.items() if name}
