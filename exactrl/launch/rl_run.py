@@ -47,6 +47,7 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     task, tokenizer, counts = build.build_task(config, folder)
     engine, trainer = build.build_engine(config, folder), build.build_trainer(config, folder)
     stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
+    build.require_stop_tokens(config, engine.model.config.vocab_size)
     settings = build.loop_plan(config, stop)
     build.require_servable(engine, task, settings)
     identity = run_identity(config, trainer)
