@@ -411,6 +411,18 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         load_checkpoint(other, tmp_path / "c", read_state(tmp_path / "c"))
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_who_may_read_a_checkpoint_is_up_to_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        save_checkpoint(make_trainer(), tmp_path / "c", {"step": 0}, tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "c").iterdir()} == dict.fromkeys(
+        ["config.json", "model.safetensors", "optimizer.safetensors", "state.json"], oct(mode)
+    )
+
+
 def test_the_command_line(tmp_path, whole, capsys):
     from exactrl.cli import main
 
