@@ -465,6 +465,12 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_the_run_folder_exists(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_stop_token_outside_the_vocabulary_is_refused_before_the_run_folder_exists(tmp_path):
+    with pytest.raises(ConfigError, match=r"rollout.stop_token_ids: 112 is no token.* 0 to 111"):
+        launch.train(micro(tmp_path / "run", **{"rollout.stop_token_ids": "3,112"}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_own_stop_tokens_are_not_part_of_the_text(tmp_path):
     newline = exactrl.Engine("tiny").encode("\n")[0]
     settings = {"rollout.stop_token_ids": str(newline), "rollout.temperature": "1.0", "run.steps": "1"}

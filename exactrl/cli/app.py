@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 0 done, 1 unexpected error, 2 usage, configuration or input,
     3 parity, 4 environment, 130 interrupted. A reader that closes our pipe ends the command quietly with 1."""
     settings = Settings()
+    _open_closed_streams()
     try:
         code = _invoke(list(sys.argv[1:] if argv is None else argv), settings)
         sys.stdout.flush()
@@ -81,6 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _unexpected(error, settings)
     except Exception as error:  # noqa: BLE001 - the one place where an unexpected error meets the user
         return _unexpected(error, settings)
+
+
+def _open_closed_streams() -> None:
+    """Puts the null device where stdin, stdout or stderr is closed (`exactrl train … >&-`): or the next file that is
+    opened would get its number, and whatever a library prints there would land in that file."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            assert os.open(os.devnull, os.O_RDWR) == number, number  # the lowest number that is free
+            if name != "stdin":  # commands tell a closed stdin from an empty one
+                setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _invoke(argv: list[str], settings: Settings) -> int:

@@ -83,7 +83,12 @@ def summary_lines(s: dict[str, Any]) -> list[str]:
     n = s["num_samples"]
     repeated = f" ({s['rows']} rows)" if s["rows"] != s["num_problems"] else ""
     lines = [f"{s['num_problems']} problems{repeated}, {n} samples each, temperature {s['temperature']:g}"]
-    lines.append(f"mean@{n}  {s['mean']:.4f}  (95 % confidence: {s['low']:.4f} to {s['high']:.4f})")
+    spread = (
+        "one problem: no confidence interval"
+        if s["low"] is None
+        else f"95 % confidence: {s['low']:.4f} to {s['high']:.4f}"
+    )
+    lines.append(f"mean@{n}  {s['mean']:.4f}  ({spread})")
     lines += [f"pass@{k}  {value:.4f}" for k, value in s["pass_at"].items()]
     lines.append(f"cut off at the longest length: {100 * s['truncated_ratio']:.1f} %")
     if s["failed"]:

@@ -102,6 +102,8 @@ def _rows(file: str) -> Iterator[Row]:
     Raises DataError naming file and line: not UTF-8, not one JSON object, a key missing, of the wrong type or taken.
     """
     name = "stdin" if file == "-" else file
+    if file == "-" and sys.stdin is None:
+        raise DataError("stdin is closed; give a file, or rows on stdin")
     try:
         stream = sys.stdin.buffer if file == "-" else Path(file).open("rb")  # noqa: SIM115 (closed below)
     except OSError as error:

@@ -16,7 +16,7 @@ from exactrl.config.algorithms import aggregation_of
 from exactrl.config.settings import DataConfig
 from exactrl.contract import Contract, get_contract
 from exactrl.engine.engine import Engine as NativeEngine
-from exactrl.errors import ModelError
+from exactrl.errors import ConfigError, ModelError
 from exactrl.model.config import find_model
 from exactrl.model.folder import load_model
 from exactrl.model.qwen3 import Qwen3
@@ -99,6 +99,15 @@ def require_servable(engine: NativeEngine, task: DataTask, settings: loop.Plan) 
     """Raises RequestError, before a run folder exists, when the longest prompt could never be served."""
     longest = task.longest_prompt()
     engine.require_servable(Request(longest.id, longest.token_ids, settings.collecting.sampling))
+
+
+def require_stop_tokens(config: Config, vocab_size: int) -> None:
+    """Raises ConfigError for a stop token that the model cannot sample: no response would ever end at it."""
+    if outside := [token for token in config.rollout.stop_token_ids if token >= vocab_size]:
+        raise ConfigError(
+            f"rollout.stop_token_ids: {outside[0]} is no token of {config.model.path}, whose ids are 0 to "
+            f"{vocab_size - 1}; [] takes the model's own end tokens"
+        )
 
 
 def check_command(config: Config) -> str:

@@ -10,6 +10,7 @@ from exactrl.config import Config, SftConfig
 from exactrl.errors import UsageError
 from exactrl.model.weights import compute_digest
 from exactrl.rl.resume import Checkpoint, newest_complete, require_same_run
+from exactrl.rl.run_folder import holds_run
 from exactrl.tasks.files import resolve_path, split_slice
 from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state
 from exactrl.train.trainer import Trainer
@@ -18,7 +19,7 @@ from exactrl.train.trainer import Trainer
 def find_checkpoint(config: Config | SftConfig, path: Path, note: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint that a run goes on from, None where it starts anew. Raises CheckpointError for another run's
     folder."""
-    if not (path / "config.toml").is_file():
+    if not (path / "config.toml").exists() and not holds_run(path):
         return None
     require_same_run(path, config)
     found = newest_complete(path, read_state, note)
@@ -27,12 +28,14 @@ def find_checkpoint(config: Config | SftConfig, path: Path, note: Callable[[str]
     return found
 
 
-def take_up(checkpoint: Checkpoint, trainer: Trainer, steps: int, identity: dict[str, Any]) -> None:
+def take_up(
+    checkpoint: Checkpoint, trainer: Trainer, steps: int, updates_per_step: int, identity: dict[str, Any]
+) -> None:
     """Puts the checkpoint into the trainer. Raises UsageError for one that is beyond `steps`, CheckpointError for one
     of other data, contract or reference policy."""
     if checkpoint.step > steps:
         raise UsageError(f"{checkpoint.path} is beyond the run's {steps} steps (run.steps); nothing was changed")
-    checkpoint.require(identity)
+    checkpoint.require({**identity, "weight_version": checkpoint.step * updates_per_step})
     load_checkpoint(trainer, checkpoint.path, checkpoint.state)
 
 

@@ -20,7 +20,7 @@ from exactrl.report import write_report
 from exactrl.rl import loop
 from exactrl.rl.environment import environment
 from exactrl.rl.interrupt import StopRequest
-from exactrl.rl.resume import read_rows
+from exactrl.rl.resume import checkpoints, read_rows
 from exactrl.rl.run_folder import RunFolder
 from exactrl.sync.memory import sync
 from exactrl.train.checkpoint import save_checkpoint
@@ -37,19 +37,21 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     require_denormals()
     folder = find_model(config.model.path)
     path = Path(config.run.out)
+    seen = checkpoints(path)
     checkpoint = find_checkpoint(config, path, events.on_note) if resume else None
     if checkpoint and checkpoint.step == config.run.steps:
         return _already_complete(config, path, events, begin)
     task, tokenizer, counts = build.build_task(config, folder)
     engine, trainer = build.build_engine(config, folder), build.build_trainer(config, folder)
     stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
+    build.require_stop_tokens(config, engine.model.config.vocab_size)
     settings = build.loop_plan(config, stop)
     build.require_servable(engine, task, settings)
     identity = run_identity(config, trainer)
     if checkpoint:
-        take_up(checkpoint, trainer, config.run.steps, identity)
+        take_up(checkpoint, trainer, config.run.steps, config.train.minibatches, identity)
     start = loop.Start(checkpoint.step, checkpoint.cursor) if checkpoint else loop.FROM_SCRATCH
-    out = RunFolder(path, go_on_after=start.step if resume else None)
+    out = RunFolder(path, go_on_after=start.step if resume else None, seen=seen)
     info = plan(config)
     out.write_text("config.toml", to_toml(config))
     out.write_json("plan.json", info)
@@ -90,7 +92,7 @@ def _already_complete(config: Config, path: Path, events: Events, begin: float) 
     events.on_note(f"{path} is complete: all {config.run.steps} steps are done")
     if not (path / "report.html").is_file():
         write_report(path)
-    summary = summary_of(path, read_rows(path), begin)
+    summary = summary_of(path, read_rows(path, config.run.steps), begin)
     events.on_end(summary)
     return summary
 

@@ -23,6 +23,7 @@ from exactrl.ops.cpu.jit import require_denormals
 from exactrl.rl import sft as loop
 from exactrl.rl.environment import environment
 from exactrl.rl.interrupt import StopRequest
+from exactrl.rl.resume import checkpoints
 from exactrl.rl.run_folder import RunFolder
 from exactrl.tasks.supervised import Batches, LoadedExamples, load_examples
 from exactrl.tasks.tokenizer import load_tokenizer
@@ -46,11 +47,12 @@ def sft(config: SftConfig, events: Events | None = None, *, resume: bool = False
         raise ConfigError(problem)
     trainer = build_trainer(config, folder, steps)
     path, identity = Path(run.out), run_identity(config, trainer)
+    seen = checkpoints(path)
     checkpoint = find_checkpoint(config, path, events.on_note) if resume else None
     if checkpoint:
-        take_up(checkpoint, trainer, steps, identity)
+        take_up(checkpoint, trainer, steps, 1, identity)
     start = checkpoint.step if checkpoint else 0
-    out = RunFolder(path, go_on_after=start if resume else None)
+    out = RunFolder(path, go_on_after=start if resume else None, seen=seen)
     counts = {n or "train": {"rows": len(d.examples), "filtered": d.num_filtered} for n, d in loaded.items()}
     out.write_text("config.toml", to_toml(config))
     out.write_environment({**environment(), "seed": run.seed, "data": counts}, start)
@@ -62,7 +64,7 @@ def sft(config: SftConfig, events: Events | None = None, *, resume: bool = False
         events.on_step(metrics)
         if step == steps or (run.checkpoint_every and step % run.checkpoint_every == 0) or request.requested:
             out.sync_metrics()
-            save_checkpoint(trainer, out.checkpoint_path(step), {"step": step, **identity}, folder)
+            save_checkpoint(trainer, out.checkpoint_path(step), {"step": step, "cursor": step, **identity}, folder)
             for problem in out.prune_checkpoints(run.keep_checkpoints):
                 events.on_note(problem)
         if request.requested and step < steps:

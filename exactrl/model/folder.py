@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -94,7 +95,9 @@ def save_model(
             if companions and (companions / name).is_file():
                 shutil.copyfile(companions / name, temporary / name)
         extra(temporary)
+        mode = stat.S_IMODE((temporary / "config.json").stat().st_mode)
         for path in temporary.iterdir():
+            path.chmod(mode)  # as the umask says; safetensors gives its files to their owner alone
             with path.open("rb") as f:
                 os.fsync(f.fileno())
         sync_folder(temporary)

@@ -16,7 +16,8 @@ Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
 class Score:
     """Result of P problems with n samples each.
 
-    mean      mean reward of all samples ("mean@n"); low, high its 95 % confidence interval over problems
+    mean      mean reward of all samples ("mean@n"); low, high its 95 % confidence interval over problems, None for one
+              problem, unless it has one sample whose reward is 0 or 1
     pass_at   k -> chance that at least one of k samples of a problem is right
     right     samples whose reward is above 0; failed: reward calls that failed, which count as 0
     """
@@ -24,8 +25,8 @@ class Score:
     num_problems: int
     num_samples: int
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     pass_at: dict[int, float]
     right: int
     failed: int
@@ -64,11 +65,12 @@ def score(groups: Sequence[Group], ks: Sequence[int] | None = None) -> Score:
     )  # fmt: skip
 
 
-def interval(means: Sequence[float], *, binary: bool) -> tuple[float, float]:
+def interval(means: Sequence[float], *, binary: bool) -> tuple[float, float] | tuple[None, None]:
     """95 % confidence interval of the mean over problems.
 
     binary: Wilson's interval, which stays inside 0 ... 1 and has a width when all are right or all wrong. Otherwise
     the normal one of the problems' means: samples of one problem are not independent, problems are (arXiv:2411.00640).
+    A single mean has no spread: (None, None).
     """
     count = len(means)
     mean = math.fsum(means) / count
@@ -77,6 +79,8 @@ def interval(means: Sequence[float], *, binary: bool) -> tuple[float, float]:
         spread = Z95 * math.sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
         low, high = (centre - spread) / factor, (centre + spread) / factor
         return (max(0.0, low) if mean > 0 else 0.0), (min(1.0, high) if mean < 1 else 1.0)  # exact at both ends
-    variance = math.fsum((m - mean) ** 2 for m in means) / max(count - 1, 1)
+    if count == 1:
+        return None, None
+    variance = math.fsum((m - mean) ** 2 for m in means) / (count - 1)
     spread = Z95 * math.sqrt(variance / count)
     return mean - spread, mean + spread

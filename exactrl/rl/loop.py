@@ -151,7 +151,8 @@ def evaluate(plan: Plan, step: int, engine: RolloutEngine, task: Task, progress:
         result[f"eval/{name}/failed_rewards"] = assign_rewards(groups, task, policy)
         found = score(groups)
         result[f"eval/{name}/mean"] = found.mean
-        result[f"eval/{name}/ci95"] = (found.high - found.low) / 2
+        if found.low is not None and found.high is not None:
+            result[f"eval/{name}/ci95"] = (found.high - found.low) / 2
         result |= {f"eval/{name}/pass@{k}": value for k, value in found.pass_at.items()}
     engine.reset_cache()  # or the next step's scheduling would depend on whether an evaluation came before it
     return result | {"perf/eval_time": time.perf_counter() - begin}

@@ -22,12 +22,23 @@ FREE = (
 )  # fmt: skip
 
 
+# What the totals of an RL run are made of: every row has them. Rows of a supervised run have an epoch instead.
+COMPARED = {"train/logprob_compared_tokens", "train/logprob_mismatch_tokens"}
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint of a run: where it lies and what its state.json says."""
+    """A complete checkpoint of a run: where it lies and what its state.json says. Raises CheckpointError for a state
+    without the numbers of a run."""
 
     path: Path
     state: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for key in ("step", "cursor", "weight_version"):
+            value = self.state.get(key)
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise CheckpointError(f"{self.path}: {key} in its state.json is {value!r:.100}, no number of a run")
 
     @property
     def step(self) -> int:
@@ -60,9 +71,12 @@ def newest_complete(
     folder: Path, read: Callable[[Path], dict[str, Any]], note: Callable[[str], None]
 ) -> Checkpoint | None:
     """The newest checkpoint whose state `read` accepts; `note` is told why newer ones were passed over."""
-    for _, path in reversed(checkpoints(folder)):
+    for step, path in reversed(checkpoints(folder)):
         try:
-            return Checkpoint(path, read(path))
+            found = Checkpoint(path, read(path))
+            if found.step != step:
+                raise CheckpointError(f"{path}: its state.json is of step {found.step}")
+            return found
         except CheckpointError as error:
             note(f"checkpoint {path.name} is skipped: {error}")
     return None
@@ -98,14 +112,12 @@ def cut_after(folder: Path, step: int) -> list[dict[str, Any]]:
     Raises CheckpointError when rows up to `step` are missing.
     """
     path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines()[:step] if path.is_file() else []
-    rows = _parse(path, lines)
-    if [row.get("step") for row in rows] != list(range(1, step + 1)):
-        raise CheckpointError(f"{path}: the checkpoint is of step {step}, but its rows are not steps 1 to {step}")
+    lines = path.read_bytes().splitlines()[:step] if path.is_file() else []
+    rows = _rows_to(path, lines, step)
     try:
-        _rewrite(path, "".join(line + "\n" for line in lines))
+        _rewrite(path, b"".join(line + b"\n" for line in lines))
         for sample in folder.glob("samples/step_*.jsonl"):
-            if int(sample.stem.removeprefix("step_")) > step:
+            if (match := re.fullmatch(r"step_(\d+)", sample.stem)) and int(match[1]) > step:
                 sample.unlink()
         for later, checkpoint in checkpoints(folder):
             if later > step:
@@ -118,19 +130,26 @@ def cut_after(folder: Path, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows of metrics.jsonl. Raises CheckpointError for a damaged one."""
+def read_rows(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, of steps 1 to `steps`. Raises CheckpointError for a file that is not that."""
     path = folder / "metrics.jsonl"
-    return _parse(path, path.read_text(encoding="utf-8").splitlines())
+    return _rows_to(path, path.read_bytes().splitlines() if path.is_file() else [], steps)
 
 
-def _parse(path: Path, lines: list[str]) -> list[dict[str, Any]]:
+def _rows_to(path: Path, lines: list[bytes], step: int) -> list[dict[str, Any]]:
     rows = []
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise CheckpointError(f"{path}: row {len(rows) + 1} is damaged: {error}") from error
+            row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: row {number} is damaged: {error}") from error
+        if not isinstance(row, dict) or "step" not in row or not (row.keys() >= COMPARED or "epoch" in row):
+            raise CheckpointError(
+                f"{path}: row {number} is no row of a run: it lacks step, {' or '.join(sorted(COMPARED))}"
+            )
+        rows.append(row)
+    if [row["step"] for row in rows] != list(range(1, step + 1)):
+        raise CheckpointError(f"{path}: the checkpoint is of step {step}, but its rows are not steps 1 to {step}")
     return rows
 
 
@@ -140,10 +159,10 @@ def _set_aside(checkpoint: Path) -> None:
     checkpoint.rename(target)
 
 
-def _rewrite(path: Path, text: str) -> None:
+def _rewrite(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as f:
-        f.write(text)
+    with temporary.open("wb") as f:
+        f.write(data)
         f.flush()
         os.fsync(f.fileno())
     temporary.replace(path)

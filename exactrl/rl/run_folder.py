@@ -14,7 +14,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from exactrl.errors import EnvironmentProblem, ExactRLError, Interrupted, NonFiniteError, UsageError
+from exactrl.errors import CheckpointError, EnvironmentProblem, ExactRLError, Interrupted, NonFiniteError, UsageError
 from exactrl.rl.resume import checkpoints, cut_after
 from exactrl.types import Group, Sample
 
@@ -24,22 +24,25 @@ class RunFolder:
     when the process ends, however it ends.
 
     `go_on_after`: the folder's run is continued after that step, whatever lies beyond it is cut off, and `rows` are all
-    metrics of the run so far. Otherwise raises UsageError for a folder that holds a run; always for one in use. Raises
+    metrics of the run so far; `seen` are its checkpoints as they were when go_on_after was chosen. Otherwise raises
+    UsageError for a folder that holds a run; always for one that is in use, or was since `seen`. Raises
     EnvironmentProblem when the disk refuses, CheckpointError when rows up to go_on_after are missing.
     """
 
-    def __init__(self, path: Path, *, go_on_after: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, go_on_after: int | None = None, seen: Sequence[tuple[int, Path]] | None = None
+    ) -> None:
         self.path = path
         metrics = path / "metrics.jsonl"
-        # A run that ended before its first step holds nothing worth keeping; its folder can be used again.
-        holds_run = (metrics.is_file() and metrics.stat().st_size) or (path / "checkpoints").exists()
-        if holds_run and go_on_after is None:
-            raise UsageError(
-                f"{path} already holds a run; choose another --out, move it away, or go on with --resume (nothing was "
-                "changed)"
-            )
+        if go_on_after is None:
+            _require_no_run(path)
         self._lock = lock_folder(path)
         try:
+            # Once more, now that nobody else can change it: another run may have come and gone since.
+            if go_on_after is None:
+                _require_no_run(path)
+            elif seen is not None and checkpoints(path) != list(seen):
+                raise UsageError(f"{path} was changed by another run in the meantime; start again")
             self.rows = [] if go_on_after is None else cut_after(path, go_on_after)
             (path / "samples").mkdir(parents=True, exist_ok=True)
             self._metrics = metrics.open("a" if self.rows else "w", encoding="utf-8")
@@ -71,8 +74,11 @@ class RunFolder:
     def write_environment(self, value: dict[str, Any], step: int) -> None:
         """environment.json: that of the first part of a run, and under "resumed" those of later ones."""
         path = self.path / "environment.json"
-        first = json.loads(path.read_text(encoding="utf-8")) if step and path.is_file() else None
-        if first is not None:
+        if step and path.is_file():
+            try:
+                first = dict(json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise CheckpointError(f"{path}: damaged ({error}); move it away, and the run goes on") from error
             value = {**first, "resumed": [*first.get("resumed", []), {"after_step": step, **value}]}
         self.write_json("environment.json", value)
 
@@ -141,8 +147,27 @@ class RunFolder:
             raise EnvironmentProblem(f"{self.path / 'metrics.jsonl'}: cannot be written: {error}") from error
 
     def close(self) -> None:
-        self._metrics.close()
-        self._lock.release()
+        """Raises EnvironmentProblem when rows that were still in memory do not fit on the disk."""
+        try:
+            self._metrics.close()
+        except OSError as error:
+            raise EnvironmentProblem(f"{self.path / 'metrics.jsonl'}: cannot be written: {error}") from error
+        finally:
+            self._lock.release()
+
+
+def holds_run(path: Path) -> bool:
+    """A run that ended before its first step holds nothing worth keeping; its folder can be used again."""
+    metrics = path / "metrics.jsonl"
+    return bool(metrics.is_file() and metrics.stat().st_size) or (path / "checkpoints").exists()
+
+
+def _require_no_run(path: Path) -> None:
+    if holds_run(path):
+        raise UsageError(
+            f"{path} already holds a run; choose another --out, move it away, or go on with --resume (nothing was "
+            "changed)"
+        )
 
 
 def lock_folder(path: Path) -> FileLock:

@@ -101,7 +101,8 @@ def text_of(row: Row, key: str, what: str) -> str:
     if isinstance(value, list):
         raise DataError(
             f"{row.where}, key {key!r}: the {what} is a list of chat messages; set data.apply_chat_template = true "
-            f"to render them with the model's chat template, or use {what}s that are plain text"
+            "to render them with the model's chat template (`exactrl sft` cannot: render them before), or use "
+            f"{what}s that are plain text"
         )
     if not isinstance(value, str):
         raise DataError(f"{row.where}, key {key!r}: a {what} must be a string, not {_kind(value)}")

@@ -71,6 +71,8 @@ class UserReward:
                         found[index] = self._number(await self.function(sample), sample)
                 except Exception as error:  # noqa: BLE001 (a user's function may raise anything)
                     found[index] = self._late(sample) if limit.expired() else error
+                except BaseException as error:  # noqa: BLE001 (SystemExit would end the other samples' calls, too)
+                    found[index] = self._ended(error, sample)
 
         async def everyone() -> None:
             gate = asyncio.Semaphore(MAX_CONCURRENT)
@@ -93,7 +95,10 @@ class UserReward:
         except Exception as error:  # noqa: BLE001 (handed to the caller's thread, whatever it is)
             return error
         except BaseException as error:  # noqa: BLE001 (SystemExit on a thread would vanish)
-            return UsageError(f"reward {self.name!r} ended with {type(error).__name__}: {error} for {sample.name}")
+            return self._ended(error, sample)
+
+    def _ended(self, error: BaseException, sample: Sample) -> UsageError:
+        return UsageError(f"reward {self.name!r} ended with {type(error).__name__}: {error} for {sample.name}")
 
     def _late(self, sample: Sample) -> UsageError:
         return RewardTimeout(

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from exactrl.errors import CheckpointError
-from exactrl.model.folder import load_model, read_tensors, save_model
+from exactrl.model.folder import INDEX, SINGLE, load_model, read_tensors, save_model
 from exactrl.model.weights import compute_digest, digest_of, load_weights, places
 from exactrl.ops import Ops
 from exactrl.train.trainer import Trainer
@@ -56,11 +56,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        files, form = dict(state["files"]), state["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files, form = {name: (size, digest) for name, (size, digest) in state["files"].items()}, state["format"]
+        state["master_digest"], state["optimizer_digest"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable ({type(error).__name__}: {error})") from error
     if form != FORMAT:
         raise CheckpointError(f"{path}: written by another version (format {form}, this one reads {FORMAT})")
+    if OPTIMIZER not in files or not {SINGLE, INDEX}.intersection(files):
+        raise CheckpointError(f"{path}: it does not list the files of a checkpoint")
     for name, (size, digest) in files.items():
         file = folder / name
         found = file.stat().st_size if file.is_file() else None

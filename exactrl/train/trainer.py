@@ -88,7 +88,10 @@ class Trainer:
         sums: dict[str, float] = {}
         norms = []
         if len(samples) < self.minibatches:
-            raise UsageError(f"{len(samples)} samples are left for train.minibatches = {self.minibatches}")
+            raise UsageError(
+                f"{len(samples)} samples are left for train.minibatches = {self.minibatches}; lower it, or raise "
+                "train.max_sampling_rounds"
+            )
         for part in np.array_split(np.arange(len(samples)), self.minibatches):
             self._accumulate(part.tolist(), samples, old, observe, sums)
             if any(samples[i].in_loss for i in part):

@@ -135,6 +135,25 @@ def test_usage_errors_name_what_was_meant(run, launch, args, expected):
     assert outcome.out == ""
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_files_never_get_the_number_of_a_closed_stream(tmp_path, closed):
+    """What a library prints would land in them."""
+    code = (
+        "import os, sys, types; fake = types.ModuleType('exactrl.launch'); sys.modules['exactrl.launch'] = fake\n"
+        "def plan(config):\n"
+        f"    with open({str(tmp_path / 'file')!r}, 'w') as f: f.write(str(f.fileno()))\n"
+        "    print('to stdout'); print('to stderr', file=sys.stderr); os.write(1, b'x'); os.write(2, b'x')\n"
+        "    return {}\n"
+        "fake.plan = plan\n"
+        "from exactrl.cli import main; sys.exit(main(['plan', 'tiny']))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code]
+    child = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert int((tmp_path / "file").read_text()) > 2
+
+
 def test_closed_pipe_ends_quietly():
     code = (
         "import sys, types; fake = types.ModuleType('exactrl.launch'); sys.modules['exactrl.launch'] = fake\n"

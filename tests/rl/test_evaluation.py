@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exactrl.errors import UsageError
-from exactrl.rl.evaluation import default_ks, interval, pass_at_k, score
+from exactrl.rl.evaluation import Z95, default_ks, interval, pass_at_k, score
 from exactrl.types import Group, Prompt, Sample
 
 
@@ -67,6 +67,16 @@ def test_intervals_of_means_are_clustered_by_problem():
     assert (a.mean, a.low, a.high) == pytest.approx((b.mean, b.low, b.high))
     spread = 1.96 * np.std([0.2, 0.9, 0.4], ddof=1) / math.sqrt(3)
     assert (b.low, b.high) == pytest.approx((0.5 - spread, 0.5 + spread), rel=1e-4)
+
+
+def test_one_problem_has_no_spread():
+    """However often it was sampled; as yes or no it has Wilson's interval."""
+    found = score([group([1.0, 0.0, 0.0])])
+    assert (found.low, found.high) == (None, None)
+    found = score([group([0.3])])
+    assert (found.low, found.high) == (None, None)
+    found = score([group([1.0])])
+    assert (found.low, found.high) == pytest.approx((1 / (1 + Z95**2), 1.0))
 
 
 def test_score():

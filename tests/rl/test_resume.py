@@ -183,6 +183,104 @@ def test_missing_rows_are_refused(stopped):
     assert (stopped / "checkpoints/step_000004").is_dir()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"\xff\xfe" + data,
+        lambda data: b"5\n" + data[data.index(b"\n") + 1 :],
+        lambda data: data.replace(b"train/logprob_compared_tokens", b"other", 1),
+        lambda data: b"[" * 100_000 + b"\n" + data,
+    ],
+    ids=["no text", "no row", "key gone", "deep"],
+)
+@pytest.mark.parametrize("complete", [False, True], ids=["goes on", "complete"])
+def test_damaged_rows_are_refused(whole, stopped, tmp_path, damage, complete):
+    run = shutil.copytree(whole, tmp_path / "complete") if complete else stopped
+    (run / "metrics.jsonl").write_bytes(damage((run / "metrics.jsonl").read_bytes()))
+    before = files(run)
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl: row 1 is "):
+        resume(run)
+    assert {**files(run), ".lock": b""} == {**before, ".lock": b""}
+
+
+def test_rows_with_other_line_ends_are_the_same_rows(stopped, whole):
+    rows = (stopped / "metrics.jsonl").read_bytes()
+    (stopped / "metrics.jsonl").write_bytes(rows.replace(b"\n", b"\r\n"))
+    resume(stopped)
+    assert same_as(whole, stopped) == []
+    assert b"\r" not in (stopped / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("config_is", ["missing", "folder"])
+def test_a_run_without_its_settings_is_refused_untouched(stopped, config_is):
+    (stopped / "config.toml").unlink()
+    if config_is == "folder":
+        (stopped / "config.toml").mkdir()
+    before = files(stopped)
+    with pytest.raises(CheckpointError, match=r"no config\.toml"):
+        resume(stopped)
+    assert files(stopped) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", 3), ("step", -5), ("step", "4"), ("step", 4.0), ("step", True), ("cursor", None), ("cursor", -7),
+        ("cursor", 10**40), ("weight_version", None), ("files", {}), ("files", [1, 2]), ("files", {"a": [1]}),
+        ("master_digest", ...),
+    ],
+)  # fmt: skip
+def test_a_state_that_is_none_of_this_run_is_skipped_and_named(stopped, whole, key, value):
+    path = stopped / "checkpoints/step_000004/state.json"
+    state = json.loads(path.read_text())
+    state[key] = value
+    if value is ...:
+        del state[key]
+    path.write_text(json.dumps(state))
+    watcher = Watcher()
+    resume(stopped, watcher)
+    assert watcher.steps == [4, 5]
+    assert "step_000004 is skipped" in watcher.notes[0]
+    assert same_as(whole, stopped) == []
+
+
+def test_a_weight_version_of_another_step_is_refused(stopped):
+    """The learning rate of a schedule hangs on it."""
+    path = stopped / "checkpoints/step_000004/state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "weight_version": 77}))
+    with pytest.raises(CheckpointError, match="weight version was 77"):
+        resume(stopped)
+
+
+def test_strange_files_stay_where_they_are(stopped, whole):
+    strange = ["samples/step_abc.jsonl", "samples/step_.jsonl", "checkpoints/step_x", "checkpoints/notes.txt"]
+    for name in strange:
+        (stopped / name).write_text("mine")
+    resume(stopped)
+    assert [(stopped / name).read_text() for name in strange] == ["mine"] * 4
+
+
+def test_a_damaged_environment_is_named(stopped):
+    (stopped / "environment.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"environment\.json: damaged"):
+        resume(stopped)
+
+
+def test_a_run_that_came_and_went_in_the_meantime_is_not_cut(stopped, whole, monkeypatch):
+    """Between the choice of a checkpoint and the lock lie seconds of loading."""
+    build = launch.rl_run.build.build_task
+
+    def meanwhile(*arguments):
+        shutil.rmtree(stopped)
+        shutil.copytree(whole, stopped)
+        return build(*arguments)
+
+    monkeypatch.setattr(launch.rl_run.build, "build_task", meanwhile)
+    with pytest.raises(UsageError, match="changed by another run"):
+        resume(stopped)
+    assert {**files(stopped), ".lock": b""} == {**files(whole), ".lock": b""}
+
+
 def _hold(path, ready, done):
     lock = lock_folder(path)
     ready.set()
@@ -311,6 +409,18 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other = make_trainer(c=model_config(num_layers=1))
     with pytest.raises(UsageError, match="not of this model"):
         load_checkpoint(other, tmp_path / "c", read_state(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_who_may_read_a_checkpoint_is_up_to_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        save_checkpoint(make_trainer(), tmp_path / "c", {"step": 0}, tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "c").iterdir()} == dict.fromkeys(
+        ["config.json", "model.safetensors", "optimizer.safetensors", "state.json"], oct(mode)
+    )
 
 
 def test_the_command_line(tmp_path, whole, capsys):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from exactrl.errors import EnvironmentProblem, NonFiniteError, UsageError
-from exactrl.rl.run_folder import RunFolder, logprob_bits
+from exactrl.rl import run_folder
+from exactrl.rl.run_folder import RunFolder, lock_folder, logprob_bits
 from exactrl.types import Group, Prompt, Sample
 
 
@@ -85,3 +87,25 @@ def test_old_checkpoints_are_pruned(tmp_path):
         out.checkpoint_path(step).mkdir(parents=True)
     out.prune_checkpoints(2)
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step_000010", "step_000100"]
+
+
+def test_a_run_made_while_waiting_for_the_lock_is_refused(tmp_path, monkeypatch):
+    def slow_lock(path):
+        (path / "metrics.jsonl").write_text("another's")
+        return lock_folder(path)
+
+    monkeypatch.setattr(run_folder, "lock_folder", slow_lock)
+    with pytest.raises(UsageError, match="already holds a run"):
+        RunFolder(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == "another's"
+    lock_folder(tmp_path).release()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_is_full_to_the_end_releases_the_folder(tmp_path):
+    """What could not be written is tried once more when the file is closed."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    out = RunFolder(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="No space left"), out.recorded(3):
+        out.append_metrics({"step": 1})
+    lock_folder(tmp_path).release()

@@ -22,6 +22,8 @@ HANG = (r"\binom{20000000}{10000000}", r"\pi")
 MEMORY = (r"\sum_{k=1}^{9999} k!", r"\pi")
 GOOD = [("x+1", "1+x"), ("x+1", "x+2"), (r"\sqrt{8}", r"2\sqrt{2}")]
 REASONS = ["equal", "different", "equal"]
+# Minutes in sympy, as many short operations.
+LONG = (r"\frac{(x+1)^{300}}{(y+2)^{300}}+(a+b+c)^{90}", r"\frac{(x+1)^{301}}{(y+2)^{300}}")
 
 
 @pytest.fixture
@@ -72,6 +74,24 @@ def test_a_worker_ends_itself_even_when_nobody_waits_for_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(pids := [int(pid) for pid in done.stdout.split()]) == 1
+    assert wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_worker_ends_with_its_parent_long_before_its_time(number):
+    code = (
+        "import os, threading, time\n"
+        "from exactrl.tasks.grading.pool import Pool\n"
+        "pool = Pool(1)\n"
+        f"pool.compare_many({GOOD!r}, 20)\n"
+        "print(*pool.pids(), flush=True)\n"
+        f"threading.Thread(target=pool.compare_many, args=([{LONG!r}], 300.0)).start()\n"
+        "time.sleep(1)\n"
+        f"os.kill(os.getpid(), {int(number)})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -number, done.stderr
     assert len(pids := [int(pid) for pid in done.stdout.split()]) == 1
     assert wait_until_gone(pids)
 

@@ -55,6 +55,10 @@ async def some_hang(sample):
     return 1
 async def blocks(sample):
     time.sleep(5)
+async def one_leaves(sample):
+    if sample.text == "leave": raise SystemExit(3)
+    if sample.text == "cancel": raise asyncio.CancelledError
+    return 1
 def leaves(sample): raise SystemExit(3)
 def sleeps(sample): time.sleep(5)
 """
@@ -158,6 +162,18 @@ def test_async_rewards_work_where_an_event_loop_runs_already():
 def test_a_reward_that_exits_does_not_end_the_run():
     with pytest.raises(UsageError, match="ended with SystemExit"):
         named("leaves")(PROMPT, sample(""))
+
+
+def test_an_async_reward_that_exits_fails_for_its_own_sample_only(capfd):
+    texts = ["ok", "leave", "cancel", "ok"]
+    scored = reward_many(named("one_leaves"), [(PROMPT, sample(text, i)) for i, text in enumerate(texts)])
+    assert [one.value for one in scored] == [1.0, 0.0, 0.0, 1.0]
+    assert [one.reason for one in scored] == [""] * 4
+    assert [str(one.error).split(" ended with ")[-1] for one in scored[1:3]] == [
+        "SystemExit: 3 for p#1",
+        "CancelledError:  for p#2",
+    ]
+    assert capfd.readouterr().err == ""
 
 
 def test_math_and_dapo_by_name():

@@ -80,7 +80,7 @@ FAULTS = {
     "empty prompt": ('{"prompt": "", "response": "a"}', "line 1, key 'prompt': the prompt is empty"),
     "response null": ('{"prompt": "a", "response": null}', "key 'response': a response must be a string, not null"),
     "response number": ('{"prompt": "a", "response": 4}', "key 'response': a response must be a string, not int"),
-    "messages": ('{"prompt": "a", "response": [{}]}', "key 'response': the response is a list of chat messages"),
+    "messages": ('{"prompt": "a", "response": [{}]}', "exactrl sft` cannot: render them before"),
     "surrogate": ('{"prompt": "a", "response": "\\udc00"}', "key 'response': holds half a surrogate"),
     "bad JSON": (GOOD + "{", "line 2: invalid JSON"),
 }  # fmt: skip

@@ -122,6 +122,7 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, close_fds=True,
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # a second arena would count as memory of the process
             )  # fmt: skip
         except OSError as error:
             raise EnvironmentProblem(f"a grading process cannot be started: {error}") from error
