@@ -87,3 +87,8 @@ def failing(sample: Any) -> float:
 def always_one(sample: Any) -> float:
     """No group has a learning signal."""
     return 1.0
+
+
+def odd_sum(sample: Any) -> float:
+    """A reward that is often the same in a whole group, so that dynamic sampling draws again."""
+    return float(sum(sample.token_ids) % 2)

@@ -286,7 +286,7 @@ def test_D_36_a_setting_of_a_feature_that_is_off_is_refused(world, changes, name
 
 
 def test_D_36_seed_of_weights_that_are_not_drawn_is_refused(world):
-    with pytest.raises(ConfigError, match="model.seed = 4 has no effect"):
+    with pytest.raises(ConfigError, match=r"model\.seed = 4 has no effect"):
         sft_recipe(world.paths, world.root / "none", {"model__seed": 4})
 
 
