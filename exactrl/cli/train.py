@@ -22,6 +22,8 @@ class Mode(StrEnum):
 _DEBUG_MINIMAL = [
     ("run.steps", "2"),
     ("run.eval_every", "0"),
+    ("run.eval_samples", "1"),
+    ("run.eval_temperature", "0"),
     ("rollout.prompts_per_step", "2"),
     ("rollout.samples_per_prompt", "2"),
     ("rollout.max_new_tokens", "16"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 from exactrl.config.algorithms import (
@@ -22,8 +23,15 @@ def _minibatches_divide(prompts: int, samples: int, minibatches: int) -> str:
         return ""
     return (
         f"train.minibatches = {minibatches} does not divide the {total} samples of a step "
-        f"(rollout.prompts_per_step {prompts} x rollout.samples_per_prompt {samples})"
+        f"(rollout.prompts_per_step {prompts} x rollout.samples_per_prompt {samples}); use {_near(total, minibatches)}"
     )
+
+
+def _near(total: int, wanted: int) -> str:
+    """The divisors of `total` next to a number that is none: 1 is always below it."""
+    below = next(n for n in range(min(wanted, total), 0, -1) if total % n == 0)
+    above = next((n for n in range(wanted, total + 1) if total % n == 0), below)
+    return f"{below}" if above == below else f"{below} or {above}"
 
 
 def _entropy_has_gradient(coef: float, true_on_policy: bool) -> str:
@@ -76,6 +84,38 @@ def _eval_samples_differ(samples: int, temperature: float) -> str:
     )
 
 
+def _eval_settings_are_used(every: int, samples: int, temperature: float) -> str:
+    given = {"run.eval_samples": (samples, 1), "run.eval_temperature": (temperature, 0.0)}
+    return _rests("run.eval_every above 0", given) if every == 0 else ""
+
+
+def _kl_settings_are_used(coef: float, estimator: str, place: str) -> str:
+    given = {"train.kl_estimator": (estimator, "k3"), "train.kl_in": (place, "loss")}
+    return _rests("train.kl_coef above 0", given) if coef == 0 else ""
+
+
+def _rounds_are_used(dynamic: bool, rounds: int) -> str:
+    return "" if dynamic else _rests("train.dynamic_sampling = true", {"train.max_sampling_rounds": (rounds, 10)})
+
+
+def _thinking_is_used(template: bool, thinking: bool) -> str:
+    return "" if template else _rests("data.apply_chat_template = true", {"data.enable_thinking": (thinking, False)})
+
+
+def _reward_key_is_used(name: str, key: str) -> str:
+    return "" if ":" in name else _rests("a reward.name of your own, module:function", {"reward.key": (key, "")})
+
+
+def _rests(need: str, given: Mapping[str, tuple[object, object]]) -> str:
+    """Refuses a value other than the default, (value, default), of a setting whose feature is off unless asked for:
+    whoever set it expects the feature to be on."""
+    key = next((key for key, (value, default) in given.items() if value != default), "")
+    if not key:
+        return ""
+    value, default = (json.dumps(x) for x in given[key])
+    return f"{key} = {value} has no effect without {need}; set that, or leave {key} at {default}"
+
+
 def _eval_has_data(every: int, tables: Mapping[str, str]) -> str:
     if every == 0 or tables:
         return ""
@@ -97,4 +137,9 @@ RL_RULES: Rules = {
     ("data.label_pattern", "data.label_key"): _pattern_has_label,
     ("run.eval_every", "data.eval"): _eval_has_data,
     ("run.eval_samples", "run.eval_temperature"): _eval_samples_differ,
+    ("run.eval_every", "run.eval_samples", "run.eval_temperature"): _eval_settings_are_used,
+    ("train.kl_coef", "train.kl_estimator", "train.kl_in"): _kl_settings_are_used,
+    ("train.dynamic_sampling", "train.max_sampling_rounds"): _rounds_are_used,
+    ("data.apply_chat_template", "data.enable_thinking"): _thinking_is_used,
+    ("reward.name", "reward.key"): _reward_key_is_used,
 }

@@ -116,7 +116,8 @@ class ContractConfig(Section):
         default=True, description="Rollout and trainer must agree to the last bit; a differing token stops the run."
     )
     k_leaves: Annotated[Count, _refuse(lambda n: n & (n - 1) == 0, "must be a power of two")] = Field(
-        default=1, description="Leaves that row-parallel linears are cut into; a power of two."
+        default=1,
+        description="Leaves that row-parallel linears are cut into; a power of two. Plain ops have none.",
     )
     residual_dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description="Type of the residual stream; a float32 model always has a float32 one."
@@ -143,7 +144,7 @@ class DataConfig(Section):
         default=False,
         description="Render prompts (chat messages, or a text as one user message) with the model's own chat template.",
     )
-    enable_thinking: bool = Field(default=False, description="Passed to the chat template; unused without one.")
+    enable_thinking: bool = Field(default=False, description="Passed to the chat template; needs apply_chat_template.")
     max_prompt_tokens: Count = Field(default=1024, description="Longest prompt, in tokens, after the chat template.")
     overlong_prompts: Literal["error", "filter"] = Field(
         default="error",

@@ -27,7 +27,7 @@ class SftModelConfig(ModelConfig):
         description='Where the weights come from: the model folder, or "random" for new ones (the folder then needs '
         "config.json and tokenizer only): normal with its initializer_range, norms 1.",
     )
-    seed: Seed = Field(default=0, description='Seed of random weights; unused with init = "folder".')
+    seed: Seed = Field(default=0, description='Seed of random weights, for init = "random" only.')
 
 
 class SftDataConfig(Section):
@@ -80,6 +80,12 @@ def warmup_ends(warmup: int, steps: int) -> str:
     return Config.rules["train.warmup_steps", "run.steps"](warmup, steps) if steps else ""
 
 
+def _seed_is_used(init: str, seed: int) -> str:
+    if seed == 0 or init == "random":
+        return ""
+    return f'model.seed = {seed} has no effect with model.init = "folder": no weights are drawn; use "random", or 0'
+
+
 # Rules that an RL run has, too.
 _SHARED = (("train.lr_schedule", "train.min_lr_ratio"), ("run.eval_every", "data.eval"))
 
@@ -90,6 +96,7 @@ class SftConfig(Recipe):
     command = "sft"
     rules = {  # noqa: RUF012 (pydantic takes the annotation from Recipe)
         ("run.steps", "run.epochs"): _one_length,
+        ("model.init", "model.seed"): _seed_is_used,
         ("train.warmup_steps", "run.steps"): warmup_ends,
         **{keys: Config.rules[keys] for keys in _SHARED},
     }

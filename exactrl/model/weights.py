@@ -68,8 +68,11 @@ def load_weights(model: Qwen3, tensors: Iterable[tuple[str, torch.Tensor]], sour
             del pieces[id(weight)]
     missing = [name for name in table if name not in seen]
     if missing:
-        raise ModelError(f"{source}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    if tied_head is not None and not torch.equal(tied_head.to(model.dtype), model.embed.value()):
+        why = ", which tie_word_embeddings = false asks for" if missing[0] == "lm_head.weight" else ""
+        raise ModelError(f"{source}: {len(missing)} tensors are missing, the first is {missing[0]}{why}")
+    # Against the master where there is one: in bfloat16 two different heads may round to the same.
+    embedding = model.embed.value() if model.embed.master is None else model.embed.master
+    if tied_head is not None and not torch.equal(tied_head.to(embedding.dtype), embedding):
         raise ModelError(f"{source}: lm_head.weight differs from the embedding although tie_word_embeddings is true")
 
 

@@ -75,6 +75,19 @@ def test_debug_minimal_is_small_and_explicit_settings_win(run, seen):
     assert (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_new_tokens) == (2, 2, 16)
 
 
+def test_debug_minimal_takes_a_recipe_that_evaluates(run, seen, tmp_path):
+    """Settings of evaluation are refused without one, so they go with it."""
+    from exactrl.config.recipe import BUNDLED
+
+    recipe = tmp_path / "sampled.toml"
+    text = (BUNDLED / "tiny.toml").read_text(encoding="utf-8")
+    recipe.write_text(text.replace("[run]\n", "[run]\neval_samples = 4\neval_temperature = 0.6\n"), encoding="utf-8")
+    assert run("train", str(recipe)).code == 0
+    assert seen[0].run.eval_samples == 4
+    assert run("train", str(recipe), "--mode", "debug_minimal").code == 0
+    assert (seen[1].run.eval_every, seen[1].run.eval_samples, seen[1].run.eval_temperature) == (0, 1, 0.0)
+
+
 def test_plain_output_is_one_line_per_step(run, seen):
     lines = run("train", "tiny", "--out", "o").out.splitlines()
     assert lines[0] == "out=o device=cpu"
