@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from exactrl.cli.options import NoColor, Quiet, Verbose
-from exactrl.errors import DataError
+from exactrl.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from exactrl.tasks.grading.outcome import Grade
@@ -48,6 +48,8 @@ def grade(
     reward: Annotated[RewardName, typer.Option(help="Rules: last box, or last `Answer:` line.")] = RewardName.math,
     out: Annotated[Path | None, typer.Option(help="JSONL file to write [stdout].", metavar="FILE")] = None,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds for one row.")] = 5.0,
+    response_key: Annotated[str, typer.Option(help="Key of the response; text in files of eval.")] = "response",
+    gold_key: Annotated[str, typer.Option(help="Key of the right answer; label in files of eval.")] = "gold",
     workers: Annotated[int, typer.Option(min=0, max=256, help="Processes for formulas; 0 = one per core.")] = 0,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -59,15 +61,18 @@ def grade(
     from exactrl.tasks.grading.outcome import COUNT_OF
     from exactrl.tasks.grading.pool import Pool
 
+    keys = (response_key, gold_key)
+    if out is not None and out.exists() and Path(file).exists() and out.samefile(file):
+        raise UsageError(f"--out {out} is the file that is read; give another name")
     if Path(file).is_file():
-        for _ in _rows(file):
+        for _ in _rows(file, keys):
             pass
     begin = time.perf_counter()
     counts: Counter[str] = Counter(dict.fromkeys(COUNT_OF.values(), 0))
     pool = Pool(workers)
     try:
         with open_output(out) as write:
-            for row, found in _graded(_rows(file), reward.value, timeout, pool):
+            for row, found in _graded(_rows(file, keys), reward.value, timeout, pool):
                 counts[COUNT_OF[found.reason]] += 1
                 write(_line(row, found))
     finally:
@@ -96,7 +101,7 @@ def _graded(rows: Iterator[Row], rules: str, timeout_s: float, pool: Pool) -> It
     raise fault
 
 
-def _rows(file: str) -> Iterator[Row]:
+def _rows(file: str, keys: tuple[str, str]) -> Iterator[Row]:
     """Rows of a file, or of stdin for "-", one at a time. Empty lines are skipped, and counted in line numbers.
 
     Raises DataError naming file and line: not UTF-8, not one JSON object, a key missing, of the wrong type or taken.
@@ -111,10 +116,10 @@ def _rows(file: str) -> Iterator[Row]:
     with nullcontext(stream) if file == "-" else stream as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _row(line, f"{name}:{number}")
+                yield _row(line, f"{name}:{number}", *keys)
 
 
-def _row(line: bytes, where: str) -> Row:
+def _row(line: bytes, where: str, response_key: str, gold_key: str) -> Row:
     from exactrl.tasks.grading.gold import gold_text
 
     try:
@@ -126,17 +131,18 @@ def _row(line: bytes, where: str) -> Row:
         raise DataError(f"{where}: not a line of JSON: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
-    for key in ("response", "gold"):
+    for key in (response_key, gold_key):
         if key not in row:
-            raise DataError(f"{where}, key {key!r}: missing; the row has {', '.join(map(repr, row)) or 'nothing'}")
-    if not isinstance(row["response"], str):
-        raise DataError(f"{where}, key 'response': must be a text, not {type(row['response']).__name__}")
+            have = ", ".join(map(repr, row)) or "nothing"
+            raise DataError(f"{where}, key {key!r}: missing; the row has {have} (see --response-key, --gold-key)")
+    if not isinstance(row[response_key], str):
+        raise DataError(f"{where}, key {response_key!r}: must be a text, not {type(row[response_key]).__name__}")
     if taken := [key for key in _ADDED if key in row]:
         raise DataError(f"{where}, key {taken[0]!r}: this is what grading adds; rename it")
     try:
-        return Row(text, row["response"], gold_text(row["gold"]))
+        return Row(text, row[response_key], gold_text(row[gold_key]))
     except ValueError as error:
-        raise DataError(f"{where}, key 'gold': {error}") from None
+        raise DataError(f"{where}, key {gold_key!r}: {error}") from None
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -56,7 +56,12 @@ NoColor = Annotated[
     bool, typer.Option("--no-color", callback=_set("no_color"), is_eager=True, help="No colours on a terminal.")
 ]
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="TOML file, or a bundled recipe: tiny.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="TOML file, or a bundled recipe: tiny, tiny_rloo, tiny_gspo, tiny_dapo.",
+        show_default=False,
+    ),
 ]
 SftRecipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="TOML file, or a bundled recipe: tiny_sft.", show_default=False)

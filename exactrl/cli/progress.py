@@ -23,6 +23,11 @@ def _difference(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}"
 
 
+def _unless_zero(value: float) -> str:
+    """An empty text, and so no field, for 0: what should not happen is shown only when it does."""
+    return f"{value:.0f}" if value else ""
+
+
 # (name in a plain line, metric, format); a metric that is absent has no field.
 Fields = list[tuple[str, str, Callable[[Any], str]]]
 _FIELDS: Fields = [
@@ -32,6 +37,10 @@ _FIELDS: Fields = [
     ("logprob_diff", "train/train_rollout_logprob_abs_diff", _difference),
     ("compared", "train/logprob_compared_tokens", lambda value: f"{value:.0f}"),
     ("mismatches", "train/logprob_mismatch_tokens", lambda value: f"{value:.0f}"),
+    ("uncompared", "train/logprob_uncompared_tokens", _unless_zero),
+    ("kl", "train/kl", _difference),
+    ("discarded_groups", "rollout/discarded_groups", _unless_zero),
+    ("failed_rewards", "rollout/failed_rewards", _unless_zero),
     ("rescore_mismatches", "train/rescore_mismatch_tokens", lambda value: f"{value:.0f}"),
     ("tok_per_s", "perf/rollout_tokens_per_sec", _number(0)),
     ("step_time", "perf/step_time", _number(2)),
@@ -85,6 +94,7 @@ def step_fields(metrics: Metrics, view: View = RL_VIEW) -> dict[str, str]:
     for name, metric, form in view.fields:
         if metric in metrics and not (name == "logprob_diff" and not metrics.get("train/logprob_compared_tokens")):
             fields[name] = form(metrics[metric])
+    fields = {name: text for name, text in fields.items() if text}
     for metric, value in metrics.items():
         name, _, what = metric.rpartition("/")
         if metric.startswith("eval/") and what in ("mean", "loss"):
@@ -148,8 +158,10 @@ class PlainEvents:
         rescored = f", {self.rescore_mismatches} when scored again" if self.rescore_mismatches else ""
         compared = summary.get("compared_tokens", self.compared)
         mismatches = summary.get("mismatch_tokens", self.mismatches)
+        uncompared = summary.get("uncompared_tokens", 0)
+        left = f" ({uncompared} more were not)" if uncompared else ""
         self._line(
-            f"done: {summary.get('steps', self.steps)} steps; {compared} sampled tokens compared, {mismatches} "
+            f"done: {summary.get('steps', self.steps)} steps; {compared} sampled tokens compared{left}, {mismatches} "
             f"mismatches{rescored}; run folder {summary['out']}; report {summary.get('report') or 'not written'}"
         )
 

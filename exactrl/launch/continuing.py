@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from exactrl.config import Config, SftConfig
 from exactrl.errors import UsageError
+from exactrl.model.config import find_model
+from exactrl.model.folder import COMPANIONS
 from exactrl.model.weights import compute_digest
 from exactrl.rl.resume import Checkpoint, newest_complete, require_same_run
 from exactrl.rl.run_folder import holds_run
@@ -43,6 +47,14 @@ def run_identity(config: Config | SftConfig, trainer: Trainer) -> dict[str, Any]
     """What a continued run must share with the one it goes on from, besides its settings."""
     return {
         "contract_digest": trainer.model.ops.contract.digest,
+        "model_digest": _digest_of_files(find_model(config.model.path)),
         "data_digest": file_digest(resolve_path(split_slice(config.data.train)[0])),
         "reference_digest": compute_digest(trainer.reference) if trainer.reference else None,
     }
+
+
+def _digest_of_files(folder: Path) -> str:
+    """Of what a model folder fixes besides the weights, which a checkpoint holds: shape, tokens, template."""
+    names = ("config.json", "generation_config.json", *COMPANIONS)
+    found = {name: file_digest(folder / name) for name in sorted(set(names)) if (folder / name).is_file()}
+    return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()

@@ -42,7 +42,7 @@ def evaluate(
     kv_tokens: int,
     on_progress: Progress,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Summary and rows (as in a run's samples/ files, with "correct") of `data.train`, each problem once, however often
+    """Summary and rows (as in a run's samples/ files) of `data.train`, each problem once, however often
     it is repeated. Greedy samples are all the same: temperature 0 with more than one of them is the caller's mistake.
 
     Raises DataError, ModelError, ConfigError, RequestError before any work; what a failed reward does is
@@ -68,9 +68,7 @@ def evaluate(
         "model": model, "data": data.train, "reward": reward.name, "temperature": temperature, "seed": seed,
         "rows": loaded.num_rows, **asdict(found), **({"verdicts": count(reasons)} if reasons else {}),
     }  # fmt: skip
-    rows = [
-        {**sample_row(g.prompt.text, s), "correct": bool(s.reward and s.reward > 0)} for g in groups for s in g.samples
-    ]
+    rows = [sample_row(g.prompt.text, s) for g in groups for s in g.samples]
     for row in rows:
         del row["advantage"], row["in_loss"], row["weight_version"]  # of training only
     return summary, rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from exactrl.config import load_recipe
+from exactrl.config import load_recipe, load_sft_recipe
 from exactrl.contract import get_contract
-from exactrl.errors import UsageError
+from exactrl.errors import ConfigError, UsageError
 from exactrl.launch.build import DTYPES
 from exactrl.ops import Ops
 from exactrl.rl.resume import Checkpoint, checkpoints, newest_complete
@@ -20,7 +20,6 @@ def export(run: Path, out: Path, *, step: int | None = None, dtype: str | None =
 
     Raises UsageError where there is no such checkpoint; CheckpointError, ModelError as export_model.
     """
-    config = load_recipe(run / "config.toml") if (run / "config.toml").is_file() else None
     problems: list[str] = []
     if (run / STATE).is_file():
         found: Checkpoint | None = Checkpoint(run, read_state(run))
@@ -33,6 +32,17 @@ def export(run: Path, out: Path, *, step: int | None = None, dtype: str | None =
         have = ", ".join(str(n) for n, _ in checkpoints(run)) or "none"
         what = f"checkpoint of step {step}" if step is not None else "complete checkpoint"
         raise UsageError("\n".join([f"{run}: no {what} to export; checkpoints there: {have}", *problems]))
-    dtype = dtype or (config.model.dtype if config else "bfloat16")
+    dtype = dtype or _dtype_of(run)
     digest = export_model(found.path, out, Ops(get_contract("exact-v1")), DTYPES[dtype])
     return {"checkpoint": str(found.path), "step": found.step, "dtype": dtype, "compute_digest": digest}
+
+
+def _dtype_of(run: Path) -> str:
+    """The compute dtype of an RL or a supervised run; "bfloat16" for a checkpoint by itself."""
+    path = run / "config.toml"
+    if not path.is_file():
+        return "bfloat16"
+    try:
+        return load_recipe(path).model.dtype
+    except ConfigError:
+        return load_sft_recipe(path).model.dtype

@@ -23,6 +23,7 @@ from exactrl.rl.interrupt import StopRequest
 from exactrl.rl.resume import checkpoints, read_rows
 from exactrl.rl.run_folder import RunFolder
 from exactrl.sync.memory import sync
+from exactrl.tasks.grading.outcome import count
 from exactrl.train.checkpoint import save_checkpoint
 
 
@@ -64,6 +65,8 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
         out.append_metrics(result.metrics)
         out.write_samples(result.step, result.groups)
         events.on_step(result.metrics)
+        if result.step == start.step + 1 and (text := nothing_learnt(result)):
+            events.on_note(text)
         every = config.run.checkpoint_every
         if result.step == config.run.steps or (every and result.step % every == 0) or request.requested:
             out.sync_metrics()
@@ -88,6 +91,20 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     return summary
 
 
+def nothing_learnt(result: loop.StepResult) -> str:
+    """A note on a first step whose rewards are all equal: mostly the wrong reward, or a task out of reach."""
+    rewards = {s.reward for g in result.groups for s in g.samples}
+    if len(rewards) > 1:
+        return ""
+    reasons = [s.reward_reason for g in result.groups for s in g.samples if s.reward_reason]
+    verdicts = ", ".join(f"{kind} {n}" for kind, n in count(reasons).items() if n)
+    return (
+        f"step {result.step}: all {result.metrics['rollout/num_samples']} rewards are {rewards.pop()}, so nothing was "
+        f"learnt ({verdicts or 'no verdicts'}; {result.metrics['rollout/failed_rewards']} failed); does reward.name "
+        "fit the prompts?"
+    )
+
+
 def _already_complete(config: Config, path: Path, events: Events, begin: float) -> dict[str, Any]:
     events.on_note(f"{path} is complete: all {config.run.steps} steps are done")
     if not (path / "report.html").is_file():
@@ -103,6 +120,7 @@ def summary_of(path: Path, rows: Sequence[Mapping[str, Any]], begin: float) -> d
         "out": str(path),
         "steps": len(rows),
         "compared_tokens": sum(row["train/logprob_compared_tokens"] for row in rows),
+        "uncompared_tokens": sum(row.get("train/logprob_uncompared_tokens", 0) for row in rows),
         "mismatch_tokens": sum(row["train/logprob_mismatch_tokens"] for row in rows),
         "seconds": time.perf_counter() - begin,
         "report": str(path / "report.html"),

@@ -54,7 +54,9 @@ def find_model(name: str | Path) -> Path:
         if "/" not in text and (bundled / "config.json").is_file():
             return bundled
         if Path(text).exists():
-            raise ModelError(f"model {text!r}: not a model folder, it has no config.json")
+            runs = sorted(p.parent.name for p in Path(text).glob("checkpoints/step_*/config.json"))
+            hint = f"; it is a run: use {Path(text) / 'checkpoints' / runs[-1]}, or exactrl export" if runs else ""
+            raise ModelError(f"model {text!r}: not a model folder, it has no config.json{hint}")
         known = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
         raise ModelError(f"model {text!r}: no such folder, and no bundled model of that name ({', '.join(known)})")
     return Path(text)

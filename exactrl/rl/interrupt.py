@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step it is in; a second one ends it at once."""
+"""Ctrl-C, SIGTERM and a closed terminal end a run after the step it is in; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class StopRequest:
     """A context in which the first signal sets `requested` and calls `on_request`, and the next raises
-    KeyboardInterrupt wherever the run is. Outside the main thread, where Python sets no handlers, it does nothing."""
+    KeyboardInterrupt wherever the run is. Signals that are ignored stay so (nohup, a script's background job). Outside
+    the main thread, where Python sets no handlers, it does nothing."""
 
     def __init__(self, on_request: Callable[[str], None]) -> None:
         self.requested = False
@@ -22,7 +23,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,8 +7,11 @@ import importlib
 import inspect
 import math
 import numbers
+import os
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -138,15 +141,27 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(call)
 
 
+@contextmanager
+def _current_folder_last() -> Iterator[None]:
+    """A user's module may lie where the command is called, which Python searches for scripts of its own only. Last, so
+    that it shadows nothing."""
+    sys.path.append(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path.pop()
+
+
 def import_function(name: str) -> Callable[[Sample], Any]:
     """What `module:function` names. Raises ConfigError where it cannot be imported, found or called."""
     module_name, _, function_name = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        with _current_folder_last():
+            module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
             f"reward.name {name!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error}); "
-            "it must be installed or lie in a folder on PYTHONPATH"
+            "it must be installed, or lie in the current folder or one on PYTHONPATH; write my_rewards:f, without .py"
         ) from error
     function = getattr(module, function_name, None)
     if function is None:

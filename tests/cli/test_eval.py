@@ -31,7 +31,7 @@ def test_rows_and_numbers_agree(run, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 72
     assert summary["mean"] == pytest.approx(sum(r["reward"] for r in rows) / 72)
-    assert summary["right"] == sum(r["correct"] for r in rows) > 0
+    assert summary["right"] == sum(r["reward"] > 0 for r in rows) > 0
     assert list(summary["pass_at"]) == ["1", "2", "3"]
     assert 0 < summary["pass_at"]["1"] < summary["pass_at"]["3"] < 1
     assert summary["low"] < summary["mean"] < summary["high"]

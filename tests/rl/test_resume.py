@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from exactrl import launch
 from exactrl.errors import CheckpointError, EnvironmentProblem, Interrupted, UsageError
+from exactrl.model.config import find_model
 from exactrl.rl.run_folder import RunFolder, lock_folder
 from exactrl.train import checkpoint as checkpoint_files
 from exactrl.train.checkpoint import load_checkpoint, optimizer_digest, read_state, save_checkpoint
@@ -175,6 +176,32 @@ def test_other_data_are_refused(stopped, monkeypatch):
     assert files(stopped) == before
 
 
+def test_another_tokenizer_is_refused(tmp_path, whole):
+    """The weights come from the checkpoint, the tokens from the model folder."""
+    model, out = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(find_model("tiny"), model)
+
+    def settings():
+        made = config(out)
+        return made.model_copy(update={"model": made.model.model_copy(update={"path": str(model)})})
+
+    with pytest.raises(Interrupted):
+        launch.train(settings(), Watcher(lambda step: os.kill(os.getpid(), signal.SIGHUP)))
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + " ")
+    with pytest.raises(CheckpointError, match="model digest was"):
+        launch.train(settings(), resume=True)
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path, whole):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launch.train(config(tmp_path / "run"), Watcher(lambda step: os.kill(os.getpid(), signal.SIGHUP)))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert same_as(whole, tmp_path / "run") == []
+
+
 def test_missing_rows_are_refused(stopped):
     lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
     (stopped / "metrics.jsonl").write_text("".join(lines[:2]))
@@ -309,7 +336,7 @@ def test_a_lock_is_released_when_the_run_ends(tmp_path):
         RunFolder(tmp_path / "run").close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_ends_the_run_after_its_step_and_loses_nothing(tmp_path, whole, number):
     """Step 3 has no checkpoint of its own; the signal makes one."""
     out = tmp_path / "run"
