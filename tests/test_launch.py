@@ -6,6 +6,7 @@ import json
 import sys
 from functools import partial
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -284,6 +285,26 @@ def test_reward_errors(tmp_path):
     assert [(s["reward"], s["in_loss"]) for s in samples] == [(None, False), (1.0, True), (1.0, True)] * 2
     assert "ZeroDivisionError" in samples[0]["reward_error"]
     assert samples[1]["reward_error"] is None
+
+
+def test_a_first_step_without_any_signal_is_named(tmp_path, rewards):
+    """Mostly it is the wrong reward for the prompts. Dynamic sampling has a message of its own."""
+
+    class Notes(Events):
+        notes: ClassVar[list] = []
+
+        def on_note(self, text):
+            self.notes.append(text)
+
+    rewards.same = lambda sample: 0.5
+    launch.train(micro(tmp_path / "r", reward__name="micro_reward:same"), Notes())
+    assert len(Notes.notes) == 1
+    assert "step 1: all 4 rewards are 0.5, so nothing was learnt" in Notes.notes[0]
+    Notes.notes.clear()
+    launch.train(micro(tmp_path / "math", reward__name="math", run__steps=1), Notes())
+    assert "no_answer 4" in Notes.notes[0]
+    launch.train(micro(tmp_path / "other"), Notes())
+    assert len(Notes.notes) == 1
 
 
 def test_a_reward_that_is_not_finite_stops_the_run(tmp_path):

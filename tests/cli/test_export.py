@@ -84,3 +84,14 @@ def test_what_cannot_be_exported(run, tmp_path, capsys):
     assert "no complete checkpoint" in message
     assert "it should have" in message
     assert not (tmp_path / "m").exists()
+
+
+def test_a_supervised_run_is_exported_too(tmp_path, capsys):
+    import exactrl
+    from tests.test_launch_sft import micro
+
+    exactrl.sft(micro(tmp_path / "run", model__dtype="float32"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "m")]) == 0
+    assert "step 6, float32" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path / "run"), "bundled:arithmetic/heldout.jsonl@[:2]"]) == 2
+    assert "checkpoints/step_000006, or exactrl export" in capsys.readouterr().err

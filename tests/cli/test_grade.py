@@ -193,3 +193,21 @@ def test_as_a_process_in_a_pipe(file):
     )
     assert done.returncode == 0, done.stderr
     assert verdicts(done.stdout.decode()) == VERDICTS
+
+
+def test_files_of_eval_are_graded_by_their_keys(run, tmp_path):
+    row = {"id": "a", "text": r"so \boxed{7}", "label": "7", "reward": 1.0}
+    (tmp_path / "eval.jsonl").write_text(json.dumps(row) + "\n")
+    found = run("grade", str(tmp_path / "eval.jsonl"), "--response-key", "text", "--gold-key", "label")
+    assert json.loads(found.out) == {**row, "correct": True, "extracted": "7", "reason": "equal"}
+    refused = run("grade", str(tmp_path / "eval.jsonl"))
+    assert refused.code == 2
+    assert "--response-key" in refused.err
+
+
+def test_the_input_is_never_overwritten(run, tmp_path):
+    (tmp_path / "g.jsonl").write_text('{"response": "1", "gold": 1}\n')
+    found = run("grade", str(tmp_path / "g.jsonl"), "--out", str(tmp_path / "g.jsonl"))
+    assert found.code == 2
+    assert "the file that is read" in found.err
+    assert (tmp_path / "g.jsonl").read_text() == '{"response": "1", "gold": 1}\n'
