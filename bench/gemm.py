@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -189,7 +189,7 @@ def summary_of(points: list[dict], leaf_points: list[dict]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def chosen_mismatches(results: list[LinearResult]) -> int:
+def chosen_mismatches(results: Iterable[LinearResult]) -> int:
     """Differing elements of what the certificates chose, on inputs of another seed, at every measured M."""
     available, count = implementations(), torch.zeros((), dtype=torch.int64, device="cuda")
     for result in results:
@@ -216,19 +216,25 @@ def main() -> None:
     compile_all(list(dict.fromkeys(every)), rows.checked())
     print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     one, points = one_leaf(arguments.models, rows, available, begin)
+    mismatched = chosen_mismatches(one.values())
+    # what is measured is kept, should the rest be cut short
+    write(points, [], list(one.values()), mismatched, arguments.machine)
     more, leaf_points = with_leaves(arguments.models, rows, available, one, begin)
-    results = [*one.values(), *more.values()]
+    mismatched += chosen_mismatches(more.values())
+    write(points, leaf_points, [*one.values(), *more.values()], mismatched, arguments.machine)
+    print(f"{time.perf_counter() - begin:.0f} s")
+
+
+def write(points: list[dict], leaf_points: list[dict], results: list[LinearResult], mismatched: int, name: str) -> None:
+    """Result file and certificate; prints the summary."""
     summary = summary_of(points, leaf_points) | {
-        "mismatched_elements": chosen_mismatches(results),
+        "mismatched_elements": mismatched,
         "compared_elements": sum(r.compared_elements for r in results),
     }
-    path = write_result("gemm", [*points, *leaf_points], summary, arguments.machine)
-    certificate = path.with_name(f"certificate-{arguments.machine}.json")
+    path = write_result("gemm", [*points, *leaf_points], summary, name)
+    certificate = path.with_name(f"certificate-{name}.json")
     certificate.write_text(certificate_json(machine(), [r.to_json() for r in results]))
-    print(
-        json.dumps(summary, indent=1),
-        f"\nwritten to {path} and {certificate} after {time.perf_counter() - begin:.0f} s",
-    )
+    print(json.dumps(summary, indent=1), f"\nwritten to {path} and {certificate}", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ def certify(
     Raises EnvironmentProblem without a GPU or Triton, CertificationError when the reference itself is not invariant.
     """
     require_gpu()
-    determinism.apply()
     shapes = shapes_of(model, k_leaves)
     from exactrl.ops.cuda.matmul import implementations
 
@@ -68,12 +67,13 @@ def shapes_of(model: str | None, k_leaves: int) -> Sequence[LinearShape]:
 
 
 def require_gpu() -> None:
-    """Raises EnvironmentProblem where there is nothing to certify: no GPU of a kind with a bit reference, no Triton."""
+    """Makes the GPU deterministic. Raises EnvironmentProblem without a GPU that has a bit reference, or Triton."""
     if not torch.cuda.is_available():
         raise EnvironmentProblem(
             "certify needs a GPU and this machine has none. The CPU kernels need no certificate: they are written out "
             "operation by operation, and `exactrl check MODEL` compares their bits"
         )
+    determinism.apply()  # before CUDA is used
     major, minor = torch.cuda.get_device_capability()
     if major != 9:
         raise EnvironmentProblem(

@@ -58,7 +58,7 @@ class Rows:
         return [*range(1, self.every + 1), *self.sampled()]
 
     def ends(self) -> list[int]:
-        small = [m for m in (1, 2, 4, 8, *range(16, self.every, 16)) if m < self.every]
+        small = [m for m in (1, 2, 4, *range(8, self.every, 8)) if m < self.every]
         large = []
         m = self.every * 2
         while m < self.most:
@@ -166,12 +166,19 @@ def certify_linear(
             name for name, i in implementations.items()
             if i.serves(shape, end) and _clean(bad_rows.get(name, set()), start, end, rows.every)
         ]  # fmt: skip
-        measured = times(shape, {name: implementations[name].product for name in exact}, end) if exact else {}
-        result.seconds[end] = dict(measured)
-        if measured:
-            result.choices.append(Choice(start, end, min(measured, key=lambda name: measured[name])))
+        if exact:
+            products = {name: implementations[name].product for name in exact}
+            measured = [dict(times(shape, products, m)) for m in dict.fromkeys((start, end))]
+            result.choices.append(Choice(start, end, _best(measured)))
+            result.seconds[end] = measured[-1]
         start = end + 1
     return result
+
+
+def _best(measured: Sequence[Mapping[str, float]]) -> str:
+    """The implementation whose worst time over the fastest, at the two ends of a range, is smallest."""
+    fastest = [min(times.values()) for times in measured]
+    return min(measured[0], key=lambda name: max(t[name] / best for t, best in zip(measured, fastest, strict=True)))
 
 
 def _clean(bad: set[int], start: int, end: int, every: int) -> bool:

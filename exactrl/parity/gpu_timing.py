@@ -26,13 +26,18 @@ def cold_copies(w: torch.Tensor, most: int = 64) -> list[torch.Tensor]:
 
 
 def capture(function: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph:
-    """A graph that calls `function` on each of `weights` in turn, after a warm-up outside the graph."""
+    """A graph that calls `function` on each of `weights` in turn, after a warm-up outside the graph.
+
+    Without torch.cuda.graph(), which collects garbage and empties the allocator each time: thousands are captured.
+    """
     function(weights[0])
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
         for w in weights:
             function(w)
+        graph.capture_end()
     return graph
 
 
@@ -77,4 +82,8 @@ def linear_samples(
         name: capture(lambda v, product=product: product(x, v, dtype, shape.leaves), weights)  # type: ignore[misc]
         for name, product in products.items()
     }
-    return times(graphs, len(weights), repeats)
+    measured = times(graphs, len(weights), repeats)
+    if m > 1024:  # a graph keeps its outputs; give large ones back
+        graphs.clear()
+        torch.cuda.empty_cache()
+    return measured

@@ -13,7 +13,7 @@ import torch
 from exactrl.contract import LinearShape
 from exactrl.ops.cuda.matmul import LIBRARIES, implementations
 
-MOST_ROWS = 1024  # the few kernels that only larger products use compile when they are met
+MOST_OUTPUTS = 1 << 30  # of one product: several processes share the memory; the rest compiles when it is met
 
 Task = tuple[LinearShape, tuple[int, ...], tuple[str, ...]]
 
@@ -29,11 +29,12 @@ def compile_all(shapes: Sequence[LinearShape], ms: Sequence[int], processes: int
 def tasks(shapes: Sequence[LinearShape], ms: Sequence[int]) -> list[Task]:
     """Triton kernels do not depend on M, N and K: one shape per output type and leaves. DeepGEMM picks by M."""
     names = tuple(implementations())
-    kinds = {(shape.out_dtype, shape.leaves, shape.k // shape.leaves % 256): shape for shape in shapes}
+    kinds = {(s.out_dtype, min(s.leaves, 4), s.k // s.leaves % 256): s for s in shapes}
     triton = [(shape, (1,), (name,)) for shape in kinds.values() for name in names if name not in LIBRARIES]
-    small = [m for m in ms if m <= MOST_ROWS]
-    blocks = [tuple(small[i : i + 32]) for i in range(0, len(small), 32)]
-    deepgemm = [(shape, block, ("deepgemm",)) for shape in shapes for block in blocks if "deepgemm" in names]
+    deepgemm: list[Task] = []
+    for shape in shapes if "deepgemm" in names else ():
+        fitting = [m for m in ms if m * shape.n <= MOST_OUTPUTS]
+        deepgemm += [(shape, tuple(fitting[i : i + 32]), ("deepgemm",)) for i in range(0, len(fitting), 32)]
     return [*triton, *deepgemm]
 
 

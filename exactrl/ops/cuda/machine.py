@@ -57,6 +57,7 @@ def driver_version() -> str:
 
 
 def _loaded_libraries() -> list[Path]:
+    torch.zeros(1, device="cuda")  # a context for the next line
     torch.cuda.current_blas_handle()  # loads cuBLAS
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     return sorted(Path(p) for p in mapped if Path(p).name.startswith(LOADED))

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 
 from exactrl.contract import LinearShape
-from exactrl.ops.cuda.tiles import LEAF_PAIRS, LEAF_PARALLEL, REFERENCE, TUNED, Tile
+from exactrl.ops.cuda.tiles import LEAF_PAIRS, LEAF_PARALLEL, LEAF_REFERENCE, REFERENCE, TUNED, Tile
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.dtype, int], torch.Tensor]
 F32 = torch.float32
@@ -73,15 +73,16 @@ def deepgemm(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: i
     return _tree(leaf, 0, leaves).to(out_dtype)
 
 
-def _triton(x, w, out_dtype, leaves, tile: Tile = REFERENCE, share: int = 0) -> torch.Tensor:
+def _triton(x, w, out_dtype, leaves, tile: Tile, share: int = 0) -> torch.Tensor:
     """`share` leaves per program; 0 = all of them."""
     from exactrl.ops.cuda.triton_matmul import matmul
 
     return matmul(x, w, out_dtype, leaves, tile, leaves // share if share else 1)
 
 
-reference: Product = _triton
-"""The bit reference of `sm90`: any number of rows and leaves, slow."""
+def reference(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int = 1) -> torch.Tensor:
+    """The bit reference of `sm90`: any shape, any number of rows, slow."""
+    return _triton(x, w, out_dtype, leaves, REFERENCE if leaves == 1 else LEAF_REFERENCE)
 
 
 def _fits(tile: Tile, shape: LinearShape, m: int) -> bool:

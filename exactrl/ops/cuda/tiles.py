@@ -25,7 +25,9 @@ class Tile:
 
 
 REFERENCE = Tile(128, 128, 64, 8, 3)
-"""The bit reference: pointers and masks only, one shape for every M."""
+"""The bit reference: pointers and masks only, one tile for every M."""
+LEAF_REFERENCE = Tile(64, 64, 64, 4, 3)
+"""The same with more than one leaf: smaller, because four accumulators of the other would spill registers."""
 
 # Chosen greedily from 94 on one H200, for the best mean over o, qkv and down projections of Qwen3-0.6B to 32B at 1 to
 # 256 rows, weights cold (docs/log.md). Above 256 rows the libraries are faster.

@@ -1,6 +1,6 @@
 """y = x Wᵀ in Triton: the bit reference of the device class `sm90`, and the tuned kernels.
 
-Definition: per output element one fp32 accumulator in the matrix unit, K ascending. With LEAVES > 1 K is cut into equal
+Definition: per output element one fp32 accumulator in the matrix unit, K ascending. With leaves > 1 K is cut into equal
 leaves, each accumulated so from zero, and the leaves are added as a balanced binary tree in fp32. Rounded once.
 
 Legend: M rows of x, N outputs, K inputs; BM, BN, BK the tile of one program.
@@ -50,9 +50,9 @@ def _accumulate(
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
-    x, w, y, M, N, K, stride_x, stride_w,
+    x, w, y, M, N, length, stride_x, stride_w,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    LEAVES: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    SHARE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -63,11 +63,9 @@ def _matmul(
     out_rows, out_columns = row0 + tl.arange(0, BM), column0 + tl.arange(0, BN)
     # rows past the end read the last row: their results are not stored
     rows, columns = tl.minimum(out_rows, M - 1), tl.minimum(out_columns, N - 1)
-    length = K // LEAVES
-    # Program p of axis 1 adds its share of the leaves, a subtree; with several parts `_tree` adds these.
-    SHARE: tl.constexpr = LEAVES // PARTS
+    # Program p of axis 1 adds its share of the leaves (each `length` long), a subtree; `_tree` adds these parts.
     first = tl.program_id(1) * SHARE * length
-    if PARTS > 1:
+    if SHARED:
         y += tl.program_id(1).to(tl.int64) * M * N
     for leaf in tl.static_range(SHARE):
         acc = _accumulate(
@@ -141,8 +139,8 @@ def matmul(
     a, b = (_describe(x, tile.bm, tile.bk), _describe(w, tile.bn, tile.bk)) if tile.tma else (x, w)
     grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), parts)
     _matmul[grid](
-        a, b, y, m, n, k, x.stride(0), w.stride(0), tile.bm, tile.bn, tile.bk, GROUP, leaves, parts, even,
-        tile.swap, tile.tma, num_warps=tile.warps, num_stages=tile.stages,
+        a, b, y, m, n, k // leaves, x.stride(0), w.stride(0), tile.bm, tile.bn, tile.bk, GROUP, leaves // parts,
+        parts > 1, even, tile.swap, tile.tma, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y if parts == 1 else tree_sum(y, out_dtype)
 
