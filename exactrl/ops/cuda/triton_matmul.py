@@ -20,8 +20,9 @@ GROUP = 8  # neighbouring programs share GROUP row tiles, so that they find each
 
 @triton.jit
 def _accumulate(
-    x, w, rows, columns, row0, column0, first, stop, stride_x, stride_w,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    x, w, rows, columns, row0, column0, M, N, first, stop, stride_x, stride_w,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
+    TMA_X: tl.constexpr, TMA_W: tl.constexpr,
 ):  # fmt: skip
     """x[rows, first:stop] w[columns, first:stop]ᵀ from zero, K ascending; transposed when SWAP."""
     if SWAP:
@@ -29,18 +30,18 @@ def _accumulate(
     else:
         acc = tl.zeros((BM, BN), tl.float32)
     for k in range(first, stop, BK):
-        if TMA:
+        ks = k + tl.arange(0, BK)
+        a_mask, b_mask = rows[:, None] < M, columns[:, None] < N
+        if not EVEN:
+            a_mask, b_mask = a_mask & (ks[None, :] < stop), b_mask & (ks[None, :] < stop)
+        if TMA_X:
             a = x.load([row0, k])
+        else:
+            a = tl.load(x + rows[:, None] * stride_x + ks[None, :], mask=a_mask, other=0.0)
+        if TMA_W:
             b = w.load([column0, k])
         else:
-            ks = k + tl.arange(0, BK)
-            if EVEN:
-                a = tl.load(x + rows[:, None] * stride_x + ks[None, :])
-                b = tl.load(w + columns[:, None] * stride_w + ks[None, :])
-            else:
-                inside = ks[None, :] < stop
-                a = tl.load(x + rows[:, None] * stride_x + ks[None, :], mask=inside, other=0.0)
-                b = tl.load(w + columns[:, None] * stride_w + ks[None, :], mask=inside, other=0.0)
+            b = tl.load(w + columns[:, None] * stride_w + ks[None, :], mask=b_mask, other=0.0)
         if SWAP:
             acc = tl.dot(b, a.T, acc)
         else:
@@ -52,25 +53,27 @@ def _accumulate(
 def _matmul(
     x, w, y, M, N, length, stride_x, stride_w,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SHARE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    SHARE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
+    TMA_X: tl.constexpr, TMA_W: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
     group = program // (GROUP * column_tiles)
     height = tl.minimum(row_tiles - group * GROUP, GROUP)
     inside = program % (GROUP * column_tiles)
-    row0, column0 = (group * GROUP + inside % height) * BM, (inside // height) * BN
-    out_rows, out_columns = row0 + tl.arange(0, BM), column0 + tl.arange(0, BN)
-    # rows past the end read the last row: their results are not stored
-    rows, columns = tl.minimum(out_rows, M - 1), tl.minimum(out_columns, N - 1)
+    # The last tile is moved back to end with the matrix: rows beyond the end are slow to load through the copy engine.
+    # Two programs then store some elements, with the same bits.
+    row0 = tl.maximum(tl.minimum((group * GROUP + inside % height) * BM, M - BM), 0)
+    column0 = tl.maximum(tl.minimum((inside // height) * BN, N - BN), 0)
+    rows, columns = row0 + tl.arange(0, BM), column0 + tl.arange(0, BN)
     # Program p of axis 1 adds its share of the leaves (each `length` long), a subtree; `_tree` adds these parts.
     first = tl.program_id(1) * SHARE * length
     if SHARED:
         y += tl.program_id(1).to(tl.int64) * M * N
     for leaf in tl.static_range(SHARE):
         acc = _accumulate(
-            x, w, rows, columns, row0, column0, first + leaf * length, first + (leaf + 1) * length,
-            stride_x, stride_w, BM, BN, BK, EVEN, SWAP, TMA,
+            x, w, rows, columns, row0, column0, M, N, first + leaf * length, first + (leaf + 1) * length,
+            stride_x, stride_w, BM, BN, BK, EVEN, SWAP, TMA_X, TMA_W,
         )  # fmt: skip
         # The balanced tree as a binary counter: `pair`, `four`, `eight` hold the left halves still waiting.
         if SHARE >= 2:
@@ -90,15 +93,16 @@ def _matmul(
                                 acc = eight + acc
     if SWAP:
         acc = acc.T
-    at = y + out_rows.to(tl.int64)[:, None] * N + out_columns[None, :]
-    tl.store(at, acc.to(y.dtype.element_ty), mask=(out_rows[:, None] < M) & (out_columns[None, :] < N))
+    at = y + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(at, acc.to(y.dtype.element_ty), mask=(rows[:, None] < M) & (columns[None, :] < N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _tree(parts, y, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """y = balanced binary tree over parts [PARTS, size]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    size = size.to(tl.int64)
     a = tl.load(parts + at, mask=inside, other=0.0)
     total = a + tl.load(parts + size + at, mask=inside, other=0.0)
     if PARTS >= 4:
@@ -136,11 +140,12 @@ def matmul(
     assert even or not tile.tma, f"a bulk copy of {tile.bk} would run into the next leaf of {k // leaves}"
     shape = (m, n) if parts == 1 else (parts, m, n)
     y = torch.empty(shape, dtype=out_dtype if parts == 1 else torch.float32, device=x.device)
-    a, b = (_describe(x, tile.bm, tile.bk), _describe(w, tile.bn, tile.bk)) if tile.tma else (x, w)
+    a = _describe(x, tile.bm, tile.bk) if "x" in tile.tma else x
+    b = _describe(w, tile.bn, tile.bk) if "w" in tile.tma else w
     grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), parts)
     _matmul[grid](
         a, b, y, m, n, k // leaves, x.stride(0), w.stride(0), tile.bm, tile.bn, tile.bk, GROUP, leaves // parts,
-        parts > 1, even, tile.swap, tile.tma, num_warps=tile.warps, num_stages=tile.stages,
+        parts > 1, even, tile.swap, "x" in tile.tma, "w" in tile.tma, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y if parts == 1 else tree_sum(y, out_dtype)
 

@@ -16,7 +16,7 @@ from exactrl.ops.cuda.tiles import Tile
 from exactrl.ops.cuda.triton_matmul import matmul, tree_sum
 
 PLAIN = Tile(16, 16, 32, 4, 2)
-TILES = [PLAIN, Tile(16, 32, 16, 4, 2, swap=True), Tile(32, 16, 16, 4, 2, tma=True), Tile(16, 16, 16, 4, 2, True, True)]
+TILES = [PLAIN, Tile(16, 32, 16, 4, 2, swap=True), Tile(32, 16, 16, 4, 2, tma="xw"), Tile(16, 16, 16, 4, 2, True, "w")]
 SHAPES = [(1, 16, 128), (37, 33, 128)]
 
 
