@@ -47,8 +47,10 @@ TUNED = (
     Tile(64, 32, 256, 4, 4, tma="xw", max_rows=256),
     Tile(64, 64, 128, 4, 6, tma="w", max_rows=64),
     Tile(64, 64, 128, 4, 6, tma="xw", max_rows=256),
+    Tile(64, 64, 64, 4, 4, tma="xw", max_rows=256),
     Tile(64, 64, 64, 4, 6, tma="xw", max_rows=256),
     Tile(64, 128, 64, 4, 8, tma="xw", max_rows=256),
+    Tile(64, 128, 64, 8, 8, swap=True, tma="xw", max_rows=256),
 )
 
 # One program per leaf: the leaves run in parallel, which at few rows hides what the tree costs.
