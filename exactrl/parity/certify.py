@@ -23,6 +23,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SPARE = len(MAKERS) - 1  # further rows, so that even one row alone is of each kind once
 Times = Callable[[LinearShape, Mapping[str, Product], int], Mapping[str, float]]
 """Seconds per call of each product at one number of rows."""
+NOWHERE = (-1, -1)
 Case = tuple[int, str, int]
 """Rows, kind of data, and the row of that data which comes first."""
 
@@ -81,6 +82,8 @@ class Refusal:
     failing_rows: int  # how many of the checked numbers of rows differ
 
     def __str__(self) -> str:
+        if not self.mismatched:
+            return f"{self.implementation} does not run: {self.found}"
         return (
             f"{self.implementation} differs from the reference at {self.m} rows ({self.data} data): "
             f"{self.mismatched} elements, first {list(self.element)}: {self.found} instead of {self.expected}; "
@@ -143,6 +146,8 @@ def certify_linear(
     The reference's own bits must not depend on the number of rows either: it is compared with its result for all rows.
     """
     verdicts, dtype = _Verdicts(), DTYPES[shape.out_dtype]
+    broken = _broken(shape, implementations, dtype, device)
+    implementations = {name: i for name, i in implementations.items() if name not in broken}
     for kind in KINDS:
         for ms in (range(1, rows.every + 1), rows.sampled()):
             _compare(
@@ -158,6 +163,7 @@ def certify_linear(
     refused = [
         _refusal(name, shape, where, implementations, rows, dtype, device, reference) for name, where in failing.items()
     ]
+    refused += [Refusal(name, 1, "random", NOWHERE, error, "a result", 0, 0) for name, error in broken.items()]
     bad_rows = {name: {m for m, _, _ in where} for name, where in failing.items()}
     result = LinearResult(shape, [], refused, verdicts.compared, len(rows.checked()))
     start = 1
@@ -173,6 +179,21 @@ def certify_linear(
             result.seconds[end] = measured[-1]
         start = end + 1
     return result
+
+
+def _broken(
+    shape: LinearShape, implementations: Mapping[str, Implementation], dtype: torch.dtype, device: str
+) -> dict[str, str]:
+    """Implementations that cannot run one row here, and what they raise: too little shared memory, a missing driver."""
+    x, w = linear_inputs(shape, 1, "random", device)
+    found = {}
+    for name, implementation in implementations.items():
+        if implementation.serves(shape, 1):
+            try:
+                implementation.product(x, w, dtype, shape.leaves)
+            except Exception as error:  # noqa: BLE001 - recorded as a refusal, whatever a compiler or driver raises
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def _best(measured: Sequence[Mapping[str, float]]) -> str:
@@ -229,7 +250,7 @@ def _refusal(
     at = differing(found, expected).nonzero()
     failing_rows = len({rows for rows, _, _ in where})
     if not len(at):  # it differed before and does not now: not even deterministic
-        return Refusal(name, m, kind, (-1, -1), "other bits every time", "", where[case], failing_rows)
+        return Refusal(name, m, kind, NOWHERE, "other bits every time", "", where[case], failing_rows)
     row, column = (int(i) for i in at[0])
     return Refusal(
         name, m, kind, (row, column), _bits(found[row, column]), _bits(expected[row, column]), where[case],

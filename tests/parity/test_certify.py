@@ -126,6 +126,15 @@ def test_a_reference_that_depends_on_the_number_of_rows_certifies_nothing() -> N
         certify_linear(SHAPE, offered, ROWS, lambda *_: {}, device="cpu")
 
 
+def test_an_implementation_that_cannot_run_is_refused_by_name() -> None:
+    def broken(x, w, dtype, leaves):
+        raise RuntimeError("out of shared memory")
+
+    result = certify(fast=broken)
+    assert [str(r) for r in result.refused] == ["fast does not run: RuntimeError: out of shared memory"]
+    assert set(chosen(result).values()) == {"reference"}
+
+
 def test_an_implementation_is_only_chosen_where_it_is_offered() -> None:
     names = chosen(certify(most=40, fast=row_by_row))
     assert names[24] == "fast"
