@@ -147,6 +147,8 @@ def certify_linear(
     """
     verdicts, dtype = _Verdicts(), DTYPES[shape.out_dtype]
     broken = _broken(shape, implementations, dtype, device)
+    if reference in broken:
+        raise CertificationError(f"{shape}: the reference kernel does not run here: {broken[reference]}")
     implementations = {name: i for name, i in implementations.items() if name not in broken}
     for kind in KINDS:
         for ms in (range(1, rows.every + 1), rows.sampled()):
