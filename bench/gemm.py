@@ -1,9 +1,9 @@
 """`python -m bench.gemm`: canonical linears on a GPU against cuBLAS as it comes.
 
-Certifies the shapes of four Qwen3 models, then measures at every M from 1 to 256 and at powers of two to 16384 what the
-certificate chose against cuBLAS with torch's default flags (split-K allowed). Weights are cold, activations warm, both
-sides replay CUDA graphs in turn; a ratio is the median of pairwise ratios. Points under 0.95 are measured again for
-longer, and the second figure counts. Leaves: the same at powers of two, as time over the one-leaf choice.
+Certifies the shapes of four Qwen3 models, then measures what the certificate chose against cuBLAS with torch's default
+flags (split-K allowed), at every M to 16, every third to 256 and at powers of two to 16384. Weights are cold,
+activations warm, both sides replay CUDA graphs in turn; a ratio is the median of pairwise ratios. Points under 0.95 are
+measured again for longer, and the second figure counts. Leaves: the same at powers of two, as time over one leaf.
 """
 
 from __future__ import annotations
@@ -121,9 +121,10 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def measured_rows(most: int) -> list[int]:
+def measured_rows(most: int, step: int = 3) -> list[int]:
+    """Where speed is measured: bits are compared at every number of rows to 256."""
     powers = [2**i for i in range(9, most.bit_length()) if 2**i <= most]
-    return [*range(1, min(256, most) + 1), *powers]
+    return [m for m in (*range(1, 17), *range(18, 256, step), 256, *powers) if m <= most]
 
 
 def one_leaf(models: list[str], rows: Rows, available: Mapping[str, Implementation], begin: float):
@@ -196,7 +197,7 @@ def chosen_mismatches(results: Iterable[LinearResult]) -> int:
         shape, dtype = result.shape, getattr(torch, result.shape.out_dtype)
         x, w = linear_inputs(shape, result.choices[-1].m_max, "random", "cuda", seed=1)
         expected = available["reference"].product(x, w, dtype, shape.leaves)
-        for m in measured_rows(x.shape[0]):
+        for m in measured_rows(x.shape[0], 1):
             count += differing(available[chosen(result, m)].product(x[:m], w, dtype, shape.leaves), expected[:m]).sum()
         del x, w, expected
         torch.cuda.empty_cache()
@@ -207,21 +208,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--max-rows", type=int, default=16384)
+    parser.add_argument("--no-leaves", action="store_true", help="only one leaf")
     parser.add_argument("--machine", default="h200", help="suffix of the result file")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     determinism.apply()
     rows, available = Rows(most=arguments.max_rows), implementations()
-    every = [s for m in arguments.models for leaves in (1, 2, 4, 8) for s in shapes_of(m, leaves).values()]
+    every = [
+        s
+        for m in arguments.models
+        for leaves in ((1,) if arguments.no_leaves else (1, 2, 4, 8))
+        for s in shapes_of(m, leaves).values()
+    ]
     compile_all(list(dict.fromkeys(every)), rows.checked())
     print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
-    one, points = one_leaf(arguments.models, rows, available, begin)
-    mismatched = chosen_mismatches(one.values())
-    # what is measured is kept, should the rest be cut short
-    write(points, [], list(one.values()), mismatched, arguments.machine)
-    more, leaf_points = with_leaves(arguments.models, rows, available, one, begin)
-    mismatched += chosen_mismatches(more.values())
-    write(points, leaf_points, [*one.values(), *more.values()], mismatched, arguments.machine)
+    one: dict[Any, LinearResult] = {}
+    points: list[dict[str, Any]] = []
+    mismatched = 0
+    for model in arguments.models:  # what is measured is kept, should the rest be cut short
+        found, rows_found = one_leaf([model], rows, available, begin)
+        mismatched += chosen_mismatches(found.values())
+        one, points = one | found, points + rows_found
+        write(points, [], list(one.values()), mismatched, arguments.machine)
+    if not arguments.no_leaves:
+        more, leaf_points = with_leaves(arguments.models, rows, available, one, begin)
+        mismatched += chosen_mismatches(more.values())
+        write(points, leaf_points, [*one.values(), *more.values()], mismatched, arguments.machine)
     print(f"{time.perf_counter() - begin:.0f} s")
 
 
@@ -234,7 +246,7 @@ def write(points: list[dict], leaf_points: list[dict], results: list[LinearResul
     path = write_result("gemm", [*points, *leaf_points], summary, name)
     certificate = path.with_name(f"certificate-{name}.json")
     certificate.write_text(certificate_json(machine(), [r.to_json() for r in results]))
-    print(json.dumps(summary, indent=1), f"\nwritten to {path} and {certificate}", flush=True)
+    print(json.dumps(summary), f"\nwritten to {path} and {certificate}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from exactrl.contract import LinearShape
 from exactrl.ops.cuda.matmul import Product
 from exactrl.parity.adversarial import linear_inputs
 
+KEPT_BYTES = 40_000_000_000
 COLD_BYTES = 160_000_000  # three times the L2 of an H200
 
 
@@ -25,8 +27,11 @@ def cold_copies(w: torch.Tensor, most: int = 64) -> list[torch.Tensor]:
     return [w, *(w.clone() for _ in range(count - 1))]
 
 
-def capture(function: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph:
-    """A graph that calls `function` on each of `weights` in turn, after a warm-up outside the graph.
+def capture(
+    function: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], pool: Any
+) -> torch.cuda.CUDAGraph:
+    """A graph that calls `function` on each of `weights` in turn, after a warm-up outside the graph. Graphs with one
+    `pool` write their results to the same memory.
 
     Without torch.cuda.graph(), which collects garbage and empties the allocator each time: thousands are captured.
     """
@@ -34,7 +39,7 @@ def capture(function: Callable[[torch.Tensor], object], weights: Sequence[torch.
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        graph.capture_begin()
+        graph.capture_begin(pool=pool)
         for w in weights:
             function(w)
         graph.capture_end()
@@ -78,12 +83,13 @@ def linear_samples(
     floor = 2.0 * m * shape.n * shape.k / 800e12
     weights = cold_copies(w, most=max(1, min(64, int(budget_s / floor))))
     dtype = getattr(torch, shape.out_dtype)
+    pool = torch.cuda.graph_pool_handle()
     graphs = {
-        name: capture(lambda v, product=product: product(x, v, dtype, shape.leaves), weights)  # type: ignore[misc]
+        name: capture(lambda v, product=product: product(x, v, dtype, shape.leaves), weights, pool)  # type: ignore[misc]
         for name, product in products.items()
     }
     measured = times(graphs, len(weights), repeats)
-    if m > 1024:  # a graph keeps its outputs; give large ones back
-        graphs.clear()
+    graphs.clear()
+    if torch.cuda.memory_reserved() > KEPT_BYTES:  # what a graph had is not reused otherwise
         torch.cuda.empty_cache()
     return measured

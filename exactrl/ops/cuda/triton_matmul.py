@@ -117,6 +117,22 @@ def _tree(parts, y, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _repeat_last_row(x, y, M, K, stride_x, BLOCK: tl.constexpr):
+    """y [grid, K] = the rows of x, the last one again and again."""
+    row, ks = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + tl.minimum(row, M - 1) * stride_x + ks, mask=ks < K)
+    tl.store(y + row * K + ks, value, mask=ks < K)
+
+
+def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """x [M, K] followed by copies of its last row, up to a multiple of so many rows; in one kernel."""
+    m, k = x.shape
+    y = torch.empty(m + -m % multiple, k, dtype=x.dtype, device=x.device)
+    _repeat_last_row[(len(y), triton.cdiv(k, 4096))](x, y, m, k, x.stride(0), 4096)
+    return y
+
+
 def tree_sum(parts: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """parts fp32 [2, 4 or 8, M, N] -> their balanced tree sum [M, N]."""
     count, size = parts.shape[0], parts[0].numel()

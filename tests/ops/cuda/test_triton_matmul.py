@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from exactrl.ops.cuda.tiles import Tile
-from exactrl.ops.cuda.triton_matmul import matmul, tree_sum
+from exactrl.ops.cuda.triton_matmul import matmul, padded, tree_sum
 
 PLAIN = Tile(16, 16, 32, 4, 2)
 TILES = [PLAIN, Tile(16, 32, 16, 4, 2, swap=True), Tile(32, 16, 16, 4, 2, tma="xw"), Tile(16, 16, 16, 4, 2, True, "w")]
@@ -45,6 +45,15 @@ def test_slices_of_a_larger_matrix_are_read_by_their_stride() -> None:
     for tile in TILES[::2]:
         y = matmul(x[:, 32:96], w[:, 32:96], torch.float32, 1, tile)
         assert torch.equal(y, x[:, 32:96].float() @ w[:, 32:96].float().T)
+
+
+@pytest.mark.parametrize("m", [1, 7, 8, 9])
+def test_padding_repeats_the_last_row(m: int) -> None:
+    x = integers((12, 4100), 3)[:m]
+    y = padded(x, 8)
+    assert len(y) % 8 == 0
+    assert len(y) < m + 8
+    assert torch.equal(y, torch.cat([x, x[-1:].expand(len(y) - m, -1)]))
 
 
 def leaf_values(leaves: int) -> list[float]:
