@@ -168,19 +168,29 @@ def certify_linear(
     refused += [Refusal(name, 1, "random", NOWHERE, error, "a result", 0, 0) for name, error in broken.items()]
     bad_rows = {name: {m for m, _, _ in where} for name, where in failing.items()}
     result = LinearResult(shape, [], refused, verdicts.compared, len(rows.checked()))
+    _choose(result, implementations, bad_rows, rows, times)
+    return result
+
+
+def _choose(
+    result: LinearResult,
+    implementations: Mapping[str, Implementation],
+    bad_rows: Mapping[str, set[int]],
+    rows: Rows,
+    times: Times,
+) -> None:
+    """Adds a choice for each range to `result`; the reference is exact everywhere, so that there are no gaps."""
     start = 1
     for end in rows.ends():
-        exact = [
-            name for name, i in implementations.items()
-            if i.serves(shape, end) and _clean(bad_rows.get(name, set()), start, end, rows.every)
-        ]  # fmt: skip
-        if exact:
-            products = {name: implementations[name].product for name in exact}
-            measured = [dict(times(shape, products, m)) for m in dict.fromkeys((start, end))]
-            result.choices.append(Choice(start, end, _best(measured)))
-            result.seconds[end] = measured[-1]
+        products = {
+            name: i.product for name, i in implementations.items()
+            if i.serves(result.shape, end) and _clean(bad_rows.get(name, set()), start, end, rows.every)
+        }  # fmt: skip
+        assert products, f"nothing serves {result.shape} at {end} rows"
+        measured = [dict(times(result.shape, products, m)) for m in dict.fromkeys((start, end))]
+        result.choices.append(Choice(start, end, _best(measured)))
+        result.seconds[end] = measured[-1]
         start = end + 1
-    return result
 
 
 def _broken(
