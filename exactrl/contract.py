@@ -2,16 +2,23 @@
 
 A contract names the canonical order of every reduction and where results are rounded. Kernels may parallelise in any
 way that gives the same bits. The digest goes into prefix-cache keys, run folders and certificates.
+
+On a GPU no kernel is believed before it is certified on this machine. A certificate is read here; parity/certify.py
+makes it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from exactrl.errors import ConfigError
+from exactrl.errors import CertificationError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +71,118 @@ def noise_key(seed: int, stream: str, step: int, retry: int, row_id: str, sample
     row = hashlib.blake2b(row_id.encode(), digest_size=8).digest()
     head = struct.pack("<qqqq", seed, step, retry, sample_index)
     return int.from_bytes(hashlib.blake2b(head + row + stream.encode(), digest_size=8).digest(), "little")
+
+
+CERTIFICATE_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LinearShape:
+    """y [M, n] = x [M, k] Wᵀ with bf16 inputs; `out_dtype` "bfloat16" or "float32"."""
+
+    n: int
+    k: int
+    out_dtype: str = "bfloat16"
+    leaves: int = 1
+
+    def __str__(self) -> str:
+        leaves = f", {self.leaves} leaves" if self.leaves > 1 else ""
+        return f"linear {self.k} -> {self.n} ({self.out_dtype}{leaves})"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The fastest implementation that was bit-exact at every checked number of rows in m_min … m_max."""
+
+    m_min: int
+    m_max: int
+    implementation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What may run on one machine: for each shape, ranges of rows without gaps, from 1 upwards."""
+
+    machine: Mapping[str, str]
+    linears: Mapping[LinearShape, tuple[Choice, ...]]
+
+    def max_rows(self, shape: LinearShape) -> int:
+        return self._choices(shape)[-1].m_max
+
+    def implementation(self, shape: LinearShape, m: int) -> str:
+        """Raises CertificationError where nothing is certified."""
+        for choice in self._choices(shape):
+            if choice.m_min <= m <= choice.m_max:
+                return choice.implementation
+        raise CertificationError(f"{shape} is certified for 1 to {self.max_rows(shape)} rows, not for {m}")
+
+    def _choices(self, shape: LinearShape) -> tuple[Choice, ...]:
+        if choices := self.linears.get(shape):
+            return choices
+        raise CertificationError(
+            f"no kernel is certified for {shape} on this machine; run: exactrl certify MODEL"
+            + (f" --k-leaves {shape.leaves}" if shape.leaves > 1 else "")
+        )
+
+
+def machine_digest(machine: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(dict(machine), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def certificate_folder() -> Path:
+    root = os.environ.get("EXACTRL_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "exactrl" / "certificates"
+
+
+def certificate_path(machine: Mapping[str, str]) -> Path:
+    return certificate_folder() / f"{machine_digest(machine)}.json"
+
+
+def read_certificate(machine: Mapping[str, str]) -> Certificate:
+    """The certificate of `machine`: device, driver and library digests, all of which must be those certified.
+
+    Raises CertificationError when there is none, naming what changed since the newest certificate of the same device.
+    """
+    path = certificate_path(machine)
+    if not path.exists():
+        raise CertificationError(f"{_why_none(machine)}; run: exactrl certify MODEL")
+    content = load_certificate(path)
+    if content["machine"] != dict(machine):
+        raise CertificationError(
+            f"{path} is the certificate of another machine; delete it and run: exactrl certify MODEL"
+        )
+    linears = {
+        LinearShape(**entry["shape"]): tuple(
+            Choice(c["m_min"], c["m_max"], c["implementation"]) for c in entry["choices"]
+        )
+        for entry in content["linears"]
+    }
+    return Certificate(content["machine"], linears)
+
+
+def load_certificate(path: Path) -> dict[str, Any]:
+    """A certificate file as it stands. Raises CertificationError when it cannot be read or has another format."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CertificationError(
+            f"{path} cannot be read ({error}); delete it and run: exactrl certify MODEL"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != CERTIFICATE_FORMAT:
+        raise CertificationError(
+            f"{path} is no certificate of format {CERTIFICATE_FORMAT}; delete it and run: exactrl certify MODEL"
+        )
+    return content
+
+
+def _why_none(machine: Mapping[str, str]) -> str:
+    others = sorted(certificate_folder().glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for old in (load_certificate(path)["machine"] for path in others):
+        if old.get("device") == machine.get("device"):
+            changed = [
+                f"{key} {old.get(key, 'absent')} -> {machine.get(key, 'absent')}"
+                for key in sorted({*old, *machine})
+                if old.get(key) != machine.get(key)
+            ]
+            return f"the certificate of this {machine.get('device')} is out of date: {'; '.join(changed)}"
+    return f"no certificate for this machine ({machine.get('device')})"

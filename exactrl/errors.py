@@ -8,6 +8,7 @@
         RequestError                2   a generation request that can never be served
         CheckpointError             2   a checkpoint that is incomplete, changed, or of another run
       ParityError                   3   two sides that must agree bit for bit do not
+      CertificationError            3   a kernel that no valid certificate of this machine covers
       NonFiniteError                3   a logprob, loss or gradient is NaN or infinite
       EnvironmentProblem            4   missing device, package, memory, or an unusable folder
       Interrupted                   130 the user stopped the run
@@ -49,6 +50,10 @@ class CheckpointError(UsageError):
 
 
 class ParityError(ExactRLError):
+    exit_code = 3
+
+
+class CertificationError(ExactRLError):
     exit_code = 3
 
 

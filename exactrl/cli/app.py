@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from exactrl import __version__
-from exactrl.cli import check, export, generate, grade, plan, report, sft, train
+from exactrl.cli import certify, check, export, generate, grade, plan, report, sft, train
 from exactrl.cli import eval as evaluation
 from exactrl.cli.options import USAGE_ERROR, NoColor, Quiet, RecipeCommand, Settings, SftRecipeCommand, Verbose
 from exactrl.errors import ExactRLError, Interrupted
@@ -30,6 +30,7 @@ app.command("train", cls=RecipeCommand, epilog=train.EXAMPLE)(train.train)
 app.command("sft", cls=SftRecipeCommand, epilog=sft.EXAMPLE)(sft.sft)
 app.command("plan", cls=RecipeCommand, epilog=plan.EXAMPLE)(plan.plan)
 app.command("check", epilog=check.EXAMPLE)(check.check)
+app.command("certify", epilog=certify.EXAMPLE)(certify.certify)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("eval", epilog=evaluation.EXAMPLE)(evaluation.evaluate)
 app.command("grade", epilog=grade.EXAMPLE)(grade.grade)

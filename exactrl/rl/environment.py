@@ -15,6 +15,7 @@ import torch
 
 from exactrl import __version__
 from exactrl.ops.cpu.jit import sources_digest
+from exactrl.ops.cuda import determinism
 
 LIBRARIES = ("torch", "numba", "llvmlite", "numpy", "safetensors", "tokenizers", "jinja2", "pyarrow", "pydantic")
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -35,6 +36,7 @@ def environment() -> dict[str, Any]:
         "kernel_sources_digest": sources_digest(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu_determinism": determinism.state() if torch.cuda.is_available() else None,
     }
 
 

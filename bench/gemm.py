@@ -1,0 +1,253 @@
+"""`python -m bench.gemm`: canonical linears on a GPU against cuBLAS as it comes.
+
+Certifies the shapes of four Qwen3 models, then measures what the certificate chose against cuBLAS with torch's default
+flags (split-K allowed), at every M to 16, every third to 256 and at powers of two to 16384. Weights are cold,
+activations warm, both sides replay CUDA graphs in turn; a ratio is the median of pairwise ratios. Points under 0.95 are
+measured again for longer, and the second figure counts. Leaves: the same at powers of two, as time over one leaf.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from bench.common import ratio, write_result
+from exactrl.contract import LinearShape
+from exactrl.ops.cuda import determinism
+from exactrl.ops.cuda.machine import machine
+from exactrl.ops.cuda.matmul import Implementation, Product, cublas, implementations
+from exactrl.parity.adversarial import linear_inputs
+from exactrl.parity.certificate import certificate_json
+from exactrl.parity.certify import LinearResult, Rows, certify_linear
+from exactrl.parity.compare import differing
+from exactrl.parity.gpu_timing import linear_samples, linear_times, median
+from exactrl.parity.warm_up import compile_all
+
+# name: hidden, query heads x 128, kv heads x 128, intermediate; vocabulary 151936
+MODELS = {
+    "0.6B": (1024, 16, 8, 3072),
+    "4B": (2560, 32, 8, 9728),
+    "8B": (4096, 32, 8, 12288),
+    "32B": (5120, 64, 8, 25600),
+}
+VOCABULARY, HEAD_DIM = 151936, 128
+REMEASURE = 0.95
+
+
+def shapes_of(model: str, leaves: int = 1) -> dict[str, LinearShape]:
+    hidden, heads, kv_heads, intermediate = MODELS[model]
+    row_parallel = {
+        "o": LinearShape(hidden, heads * HEAD_DIM, leaves=leaves),
+        "down": LinearShape(hidden, intermediate, leaves=leaves),
+    }
+    if leaves > 1:
+        return row_parallel
+    return {
+        "qkv": LinearShape((heads + 2 * kv_heads) * HEAD_DIM, hidden),
+        "gate_up": LinearShape(2 * intermediate, hidden),
+        "head": LinearShape(VOCABULARY, hidden, "float32"),
+        **row_parallel,
+    }
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """cuBLAS under the flags that a fresh torch has."""
+    flag = torch.backends.cuda.matmul
+    flag.allow_bf16_reduced_precision_reduction = True
+    try:
+        yield
+    finally:
+        flag.allow_bf16_reduced_precision_reduction = False
+
+
+def chosen(result: LinearResult, m: int) -> str:
+    return next(c.implementation for c in result.choices if c.m_min <= m <= c.m_max)
+
+
+def cublas_default(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int = 1) -> torch.Tensor:
+    """One cuBLAS product under torch's own flags, whatever `leaves`."""
+    with torch_defaults():
+        return cublas(x, w, out_dtype)
+
+
+def against(
+    shape: LinearShape, m: int, ours: Product, theirs: Product, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Seconds per call of both, in turn."""
+    measured = linear_samples(shape, {"ours": ours, "theirs": theirs}, m, 2e-3, repeats)
+    return measured["ours"], measured["theirs"]
+
+
+def speed(shape: LinearShape, m: int, ours: Product) -> tuple[float, float, float | None]:
+    """Speed ratio to cuBLAS and our seconds per call; the third is the first ratio of a point measured again."""
+    times, theirs = against(shape, m, ours, cublas_default, 9)
+    first = ratio(theirs, times)
+    if first >= REMEASURE:
+        return first, median(times), None
+    times, theirs = against(shape, m, ours, cublas_default, 61)
+    return ratio(theirs, times), median(times), first
+
+
+def speed_row(
+    model: str, op: str, result: LinearResult, available: Mapping[str, Implementation], most: int
+) -> dict[str, Any]:
+    """One shape: lists with an entry for each measured M."""
+    ms = measured_rows(most)
+    names = [chosen(result, m) for m in ms]
+    found = [speed(result.shape, m, available[name].product) for m, name in zip(ms, names, strict=True)]
+    return {
+        "model": model, "op": op, **asdict(result.shape), "m": ms, "implementation": runs(ms, names),
+        "speed_ratio": [round(ratio, 4) for ratio, _, _ in found],
+        "microseconds": [round(seconds * 1e6, 2) for _, seconds, _ in found],
+        "measured_again": {str(m): round(first, 4) for m, (_, _, first) in zip(ms, found, strict=True) if first},
+    }  # fmt: skip
+
+
+def runs(ms: list[int], names: list[str]) -> dict[str, str]:
+    """First M of each run of equal names -> the name."""
+    return {str(m): name for m, name, before in zip(ms, names, ["", *names], strict=False) if name != before}
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def measured_rows(most: int, step: int = 3) -> list[int]:
+    """Where speed is measured: bits are compared at every number of rows to 256."""
+    powers = [2**i for i in range(9, most.bit_length()) if 2**i <= most]
+    return [m for m in (*range(1, 17), *range(18, 256, step), 256, *powers) if m <= most]
+
+
+def one_leaf(models: list[str], rows: Rows, available: Mapping[str, Implementation], begin: float):
+    """Results by (model, op) and one row per point."""
+    results, points = {}, []
+    for model in models:
+        for op, shape in shapes_of(model).items():
+            result = results[model, op] = certify_linear(shape, available, rows, linear_times)
+            row = speed_row(model, op, result, available, rows.most)
+            points.append(row)
+            worst = min(zip(row["speed_ratio"], row["m"], strict=True))
+            print(
+                f"{model:5} {op:8} {shape.k:>6} -> {shape.n:<7} speed {geometric_mean(row['speed_ratio']):5.2f}  worst "
+                f"{worst[0]:.3f} at {worst[1]} ({chosen(result, worst[1])})  compared {result.compared_elements:.1e}  "
+                f"refused {[r.implementation for r in result.refused]}  {time.perf_counter() - begin:4.0f} s",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    return results, points
+
+
+def with_leaves(models: list[str], rows: Rows, available: Mapping[str, Implementation], one: Mapping, begin: float):
+    """The row-parallel linears with 2, 4 and 8 leaves, as time over their one-leaf choice."""
+    results, points = {}, []
+    ms = [2**i for i in range(rows.most.bit_length()) if 2**i <= rows.most]
+    for model in models:
+        for leaves in (2, 4, 8):
+            for op, shape in shapes_of(model, leaves).items():
+                result = results[model, op, leaves] = certify_linear(shape, available, rows, linear_times)
+                names = [chosen(result, m) for m in ms]
+                values = []
+                for m, name in zip(ms, names, strict=True):
+                    plain = available[chosen(one[model, op], m)].product
+                    one_leaf = lambda x, w, dtype, _, plain=plain: plain(x, w, dtype, 1)  # noqa: E731
+                    values.append(ratio(*against(shape, m, available[name].product, one_leaf, 9)))
+                points.append({
+                    "model": model, "op": op, **asdict(shape), "m": ms, "implementation": runs(ms, names),
+                    "time_over_one_leaf": [round(v, 4) for v in values],
+                })  # fmt: skip
+                shown = " ".join(f"{m}:{v:.2f}" for m, v in zip(ms, values, strict=True))
+                print(f"{model:5} {op:5} {leaves} leaves  {shown}  {time.perf_counter() - begin:4.0f} s", flush=True)
+                torch.cuda.empty_cache()
+    return results, points
+
+
+def summary_of(points: list[dict], leaf_points: list[dict]) -> dict[str, Any]:
+    each = [(m, v) for row in points for m, v in zip(row["m"], row["speed_ratio"], strict=True)]
+    leaves = {}
+    for n in sorted({row["leaves"] for row in leaf_points}):
+        pairs = [
+            pair for row in leaf_points if row["leaves"] == n
+            for pair in zip(row["m"], row["time_over_one_leaf"], strict=True)
+        ]  # fmt: skip
+        parts = {"to_256_rows": [v for m, v in pairs if m <= 256], "above": [v for m, v in pairs if m > 256]}
+        leaves[str(n)] = {name: geometric_mean(v) for name, v in parts.items() if v} | {
+            "worst": max(v for _, v in pairs)
+        }
+    return {
+        "mean_speed_ratio": geometric_mean([v for _, v in each]), "worst_speed_ratio": min(v for _, v in each),
+        "points": len(each), "measured_again": sum(len(row["measured_again"]) for row in points),
+        "mean_speed_ratio_powers_of_two": geometric_mean([v for m, v in each if m & (m - 1) == 0]),
+        "leaves_time_over_one_leaf": leaves,
+    }  # fmt: skip
+
+
+def chosen_mismatches(results: Iterable[LinearResult]) -> int:
+    """Differing elements of what the certificates chose, on inputs of another seed, at every measured M."""
+    available, count = implementations(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for result in results:
+        shape, dtype = result.shape, getattr(torch, result.shape.out_dtype)
+        x, w = linear_inputs(shape, result.choices[-1].m_max, "random", "cuda", seed=1)
+        expected = available["reference"].product(x, w, dtype, shape.leaves)
+        for m in measured_rows(x.shape[0], 1):
+            count += differing(available[chosen(result, m)].product(x[:m], w, dtype, shape.leaves), expected[:m]).sum()
+        del x, w, expected
+        torch.cuda.empty_cache()
+    return int(count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--max-rows", type=int, default=16384)
+    parser.add_argument("--no-leaves", action="store_true", help="only one leaf")
+    parser.add_argument("--machine", default="h200", help="suffix of the result file")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    determinism.apply()
+    rows, available = Rows(most=arguments.max_rows), implementations()
+    every = [
+        s
+        for m in arguments.models
+        for leaves in ((1,) if arguments.no_leaves else (1, 2, 4, 8))
+        for s in shapes_of(m, leaves).values()
+    ]
+    compile_all(list(dict.fromkeys(every)), rows.checked())
+    print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
+    one: dict[Any, LinearResult] = {}
+    points: list[dict[str, Any]] = []
+    mismatched = 0
+    for model in arguments.models:  # what is measured is kept, should the rest be cut short
+        found, rows_found = one_leaf([model], rows, available, begin)
+        mismatched += chosen_mismatches(found.values())
+        one, points = one | found, points + rows_found
+        write(points, [], list(one.values()), mismatched, arguments.machine)
+    if not arguments.no_leaves:
+        more, leaf_points = with_leaves(arguments.models, rows, available, one, begin)
+        mismatched += chosen_mismatches(more.values())
+        write(points, leaf_points, [*one.values(), *more.values()], mismatched, arguments.machine)
+    print(f"{time.perf_counter() - begin:.0f} s")
+
+
+def write(points: list[dict], leaf_points: list[dict], results: list[LinearResult], mismatched: int, name: str) -> None:
+    """Result file and certificate; prints the summary."""
+    summary = summary_of(points, leaf_points) | {
+        "mismatched_elements": mismatched,
+        "compared_elements": sum(r.compared_elements for r in results),
+    }
+    path = write_result("gemm", [*points, *leaf_points], summary, name)
+    certificate = path.with_name(f"certificate-{name}.json")
+    certificate.write_text(certificate_json(machine(), [r.to_json() for r in results]))
+    print(json.dumps(summary), f"\nwritten to {path} and {certificate}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

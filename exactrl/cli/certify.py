@@ -1,0 +1,73 @@
+"""`exactrl certify`: which GPU kernels keep the contract's bits on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exactrl.cli.options import NoColor, Quiet, Verbose, console, is_interactive, late_import
+
+if TYPE_CHECKING:
+    from exactrl.parity.certify import LinearResult
+
+EXAMPLE = "Example: exactrl certify path/to/Qwen3-4B --k-leaves 2"
+
+
+def certify(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Model folder, or a bundled model. Without one: every shape certified before on this device, which is "
+            "what a new library version needs.",
+            show_default=False,
+        ),
+    ] = None,
+    k_leaves: Annotated[int, typer.Option(min=1, help="As contract.k_leaves of the run: 1, 2, 4 or 8.")] = 1,
+    decode_rows: Annotated[int, typer.Option(min=1, help="Check every number of rows up to this one.")] = 256,
+    max_rows: Annotated[int, typer.Option(min=1, help="Largest number of rows checked; more are sliced.")] = 16384,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_color: NoColor = False,
+) -> None:
+    """Certify this machine's GPU kernels for a model's shapes: bits compared, survivors timed, certificate written."""
+    launch = late_import("exactrl.launch.certifying")
+    rows = late_import("exactrl.parity.certify").Rows(decode_rows, max(decode_rows, max_rows))
+    screen = console(ctx.obj, stderr=as_json)
+    silent = ctx.obj.quiet or (as_json and not is_interactive(screen))
+
+    def show(result: LinearResult) -> None:
+        if not silent:
+            for line in lines(result):
+                screen.print(line, soft_wrap=True, markup=False)
+
+    done = launch.certify(model, k_leaves=k_leaves, rows=rows, on_linear=show)
+    if as_json:
+        typer.echo(json.dumps({"path": str(done.path), "linears": [r.to_json() for r in done.results]}, indent=2))
+        return
+    compared = sum(result.compared_elements for result in done.results)
+    refused = sum(len(result.refused) for result in done.results)
+    typer.echo(
+        f"{len(done.results)} linears certified; {compared:,} values compared; "
+        f"{refused} implementations refused for some rows\ncertificate: {done.path}"
+    )
+
+
+def lines(result: LinearResult) -> list[str]:
+    """One result as text: what runs at which number of rows, and who was refused, with the first difference."""
+    found = [str(result.shape)]
+    start = 0
+    for i, choice in enumerate(result.choices):
+        following = result.choices[i + 1] if i + 1 < len(result.choices) else None
+        if following is None or following.implementation != choice.implementation:
+            first = result.choices[start].m_min
+            seconds = result.seconds[choice.m_max]
+            ratio = seconds.get("cublas", 0.0) / seconds[choice.implementation]
+            speed = f", {ratio:.2f} of cuBLAS's speed" if ratio else ""
+            found.append(f"  {first:>6} to {choice.m_max:<6} rows  {choice.implementation}{speed}")
+            start = i + 1
+    return [*found, *(f"  refused: {refusal}" for refusal in result.refused)]

@@ -1,0 +1,85 @@
+"""Certification of this machine's kernels for a model's shapes: `exactrl certify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exactrl.contract import LinearShape
+from exactrl.errors import ConfigError, EnvironmentProblem, UsageError
+from exactrl.model.config import find_model, read_config
+from exactrl.ops.cuda import determinism
+from exactrl.ops.cuda.machine import machine
+from exactrl.parity.certificate import linear_shapes, shapes_certified_before, write_certificate
+from exactrl.parity.certify import LinearResult, Rows, certify_linear
+from exactrl.parity.gpu_timing import linear_times
+from exactrl.parity.warm_up import compile_all
+
+LEAVES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Certification:
+    path: Path
+    results: list[LinearResult]
+
+
+def certify(
+    model: str | None,
+    *,
+    k_leaves: int = 1,
+    rows: Rows | None = None,
+    on_linear: Callable[[LinearResult], None] = lambda result: None,
+) -> Certification:
+    """Certifies every linear of `model`, or of the newest certificate of this device when None, and writes the file.
+
+    Raises EnvironmentProblem without a GPU or Triton, CertificationError when the reference itself is not invariant.
+    """
+    require_gpu()
+    shapes = shapes_of(model, k_leaves)
+    from exactrl.ops.cuda.matmul import implementations
+
+    rows, available, results = rows or Rows(), implementations(), []
+    compile_all(shapes, rows.checked())
+    for shape in shapes:
+        results.append(certify_linear(shape, available, rows, linear_times))
+        on_linear(results[-1])
+        path = write_certificate(machine(), results[-1:])  # at once: an interrupted certification keeps what it has
+    return Certification(path, results)
+
+
+def shapes_of(model: str | None, k_leaves: int) -> Sequence[LinearShape]:
+    """Raises ConfigError for leaves that no kernel has or that do not divide, UsageError with nothing to certify."""
+    if k_leaves not in LEAVES:
+        raise ConfigError(f"--k-leaves {k_leaves}: the GPU kernels have {', '.join(map(str, LEAVES))}")
+    if model is None:
+        if shapes := shapes_certified_before(machine()["device"]):
+            return shapes
+        raise UsageError("nothing was certified on this machine before; name a model: exactrl certify MODEL")
+    shapes = list(dict.fromkeys(linear_shapes(read_config(find_model(model)), k_leaves).values()))
+    for shape in shapes:
+        if shape.k % shape.leaves:
+            raise ConfigError(f"--k-leaves {k_leaves} does not divide the {shape.k} inputs of {shape}")
+    return shapes
+
+
+def require_gpu() -> None:
+    """Makes the GPU deterministic. Raises EnvironmentProblem without a GPU that has a bit reference, or Triton."""
+    if not torch.cuda.is_available():
+        raise EnvironmentProblem(
+            "certify needs a GPU and this machine has none. The CPU kernels need no certificate: they are written out "
+            "operation by operation, and `exactrl check MODEL` compares their bits"
+        )
+    determinism.apply()  # before CUDA is used
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        raise EnvironmentProblem(
+            f"certify knows the device class sm90 (H100, H200), not {torch.cuda.get_device_name()} (sm{major}{minor})"
+        )
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise EnvironmentProblem("the reference kernels need the package 'triton'; pip install triton") from error

@@ -1,0 +1,68 @@
+"""Writes the certificate of a machine: one JSON file, grown shape by shape, replaced as a whole."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exactrl.contract import CERTIFICATE_FORMAT, LinearShape, certificate_folder, certificate_path, load_certificate
+from exactrl.errors import EnvironmentProblem
+from exactrl.model.config import ModelConfig
+from exactrl.parity.certify import LinearResult
+
+
+def linear_shapes(config: ModelConfig, leaves: int = 1) -> dict[str, LinearShape]:
+    """The linears of one layer and the head, by name. `leaves` are those of the row-parallel ones, o and down."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    return {
+        "qkv": LinearShape(qkv, hidden),
+        "o": LinearShape(hidden, heads, leaves=leaves),
+        "gate_up": LinearShape(2 * config.intermediate_size, hidden),
+        "down": LinearShape(hidden, config.intermediate_size, leaves=leaves),
+        "head": LinearShape(config.vocab_size, hidden, "float32"),
+    }
+
+
+def write_certificate(machine: Mapping[str, str], results: Sequence[LinearResult]) -> Path:
+    """Adds `results` to the machine's certificate; a shape certified again replaces what was there.
+
+    Raises EnvironmentProblem when the cache folder cannot be written.
+    """
+    path = certificate_path(machine)
+    kept = {}
+    if path.exists():
+        kept = {LinearShape(**entry["shape"]): entry for entry in load_certificate(path)["linears"]}
+    kept |= {result.shape: result.to_json() for result in results}
+    content = certificate_json(machine, [kept[shape] for shape in sorted(kept)])
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(content)
+        beside.replace(path)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}; set EXACTRL_CACHE_DIR") from error
+    return path
+
+
+def certificate_json(machine: Mapping[str, str], linears: Sequence[dict[str, Any]]) -> str:
+    content = {
+        "format": CERTIFICATE_FORMAT,
+        "date": datetime.date.today().isoformat(),
+        "machine": dict(machine),
+        "linears": list(linears),
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def shapes_certified_before(device: str) -> list[LinearShape]:
+    """Those in the newest certificate of this device, whatever its libraries were; empty without one."""
+    files = sorted(certificate_folder().glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for content in map(load_certificate, files):
+        if content["machine"].get("device") == device:
+            return [LinearShape(**entry["shape"]) for entry in content["linears"]]
+    return []
