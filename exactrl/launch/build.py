@@ -13,7 +13,7 @@ import torch
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.config import Config, SftConfig
 from exactrl.config.algorithms import aggregation_of
-from exactrl.config.settings import DataConfig
+from exactrl.config.settings import DataConfig, OptimizerConfig
 from exactrl.contract import Contract, get_contract
 from exactrl.engine.engine import Engine as NativeEngine
 from exactrl.errors import ConfigError, ModelError
@@ -47,15 +47,20 @@ def contract_of(config: Config | SftConfig) -> Contract:
     return get_contract(c.name, k_leaves=c.k_leaves, residual_dtype=residual)
 
 
+def require_tokenizer(folder: Path, what: str = "training") -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ModelError(f"{folder}: {what} needs the model's tokenizer.json")
+    return tokenizer
+
+
 def build_task(config: Config, folder: Path) -> tuple[DataTask, Tokenizer, dict[str, Any]]:
     """Prompts and rewards, tokenizer, and counts per set: rows, unique (different prompts), prompts, and the rows left
     out: filtered, repeated (dedupe).
 
     Raises DataError, ConfigError, ModelError.
     """
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ModelError(f"{folder}: training needs the model's tokenizer.json")
+    tokenizer = require_tokenizer(folder)
     data, keys = config.data, prompt_keys(config.data, folder)
     loaded = {name: load_prompts(path, tokenizer, **keys) for name, path in [("", data.train), *data.eval.items()]}
     evals = {name: found.prompts for name, found in loaded.items() if name}
@@ -132,19 +137,26 @@ def build_trainer(config: Config, folder: Path) -> Trainer:
     t = config.train
     ops = Ops(contract_of(config), config.contract.true_on_policy)
     model = load_model(folder, ops, DTYPES[config.model.dtype], trainable=True)
-    lr_at = partial(
-        learning_rate, peak=t.lr, total_steps=config.run.steps, schedule=t.lr_schedule, warmup_steps=t.warmup_steps,
-        min_ratio=t.min_lr_ratio,
-    )  # fmt: skip
     return Trainer(
-        model, get_algorithm(t.algorithm, t.dual_clip), lr=t.lr, betas=t.betas, weight_decay=t.weight_decay,
-        grad_clip=t.grad_clip, minibatches=t.minibatches, max_tokens_per_microbatch=t.max_tokens_per_microbatch,
+        model, get_algorithm(t.algorithm, t.dual_clip), minibatches=t.minibatches,
         loss_aggregation=aggregation_of(t.algorithm, t.loss_aggregation), clip_low=t.clip_low, clip_high=t.clip_high,
         kl_coef=t.kl_coef if t.kl_in == "loss" else 0.0, kl_estimator=t.kl_estimator,
         reference=build_reference(config, model) if t.kl_coef else None,
-        entropy_coef=t.entropy_coef, max_new_tokens=config.rollout.max_new_tokens, lr_at=lr_at,
-        recompute_old_logprobs=not config.contract.true_on_policy,
+        entropy_coef=t.entropy_coef, max_new_tokens=config.rollout.max_new_tokens,
+        recompute_old_logprobs=not config.contract.true_on_policy, **optimizer_settings(t, config.run.steps),
     )  # fmt: skip
+
+
+def optimizer_settings(t: OptimizerConfig, steps: int) -> dict[str, Any]:
+    """The Trainer's arguments that every kind of run has: optimizer, learning rate over `steps`, micro-batches."""
+    lr_at = partial(
+        learning_rate, peak=t.lr, total_steps=steps, schedule=t.lr_schedule, warmup_steps=t.warmup_steps,
+        min_ratio=t.min_lr_ratio,
+    )  # fmt: skip
+    return {
+        "lr": t.lr, "lr_at": lr_at, "betas": t.betas, "weight_decay": t.weight_decay, "grad_clip": t.grad_clip,
+        "max_tokens_per_microbatch": t.max_tokens_per_microbatch,
+    }  # fmt: skip
 
 
 def build_reference(config: Config, policy: Qwen3) -> Qwen3:

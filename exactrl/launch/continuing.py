@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from exactrl.errors import UsageError
 from exactrl.model.config import find_model
 from exactrl.model.folder import COMPANIONS
 from exactrl.model.weights import compute_digest
+from exactrl.rl.interrupt import StopRequest
 from exactrl.rl.resume import Checkpoint, newest_complete, require_same_run
-from exactrl.rl.run_folder import holds_run
+from exactrl.rl.run_folder import RunFolder, holds_run
 from exactrl.tasks.files import resolve_path, split_slice
-from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state
+from exactrl.train.checkpoint import file_digest, load_checkpoint, read_state, save_checkpoint
 from exactrl.train.trainer import Trainer
 
 
@@ -41,6 +43,33 @@ def take_up(
         raise UsageError(f"{checkpoint.path} is beyond the run's {steps} steps (run.steps); nothing was changed")
     checkpoint.require({**identity, "weight_version": checkpoint.step * updates_per_step})
     load_checkpoint(trainer, checkpoint.path, checkpoint.state)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """Writes a run's checkpoints: every `every` steps (0: none in between), at the last, when it is asked to stop."""
+
+    out: RunFolder
+    trainer: Trainer
+    companions: Path
+    identity: dict[str, Any]
+    steps: int
+    every: int
+    keep: int
+    request: StopRequest
+    note: Callable[[str], None]
+
+    def after(self, step: int, cursor: int) -> None:
+        """To be called when a step's rows are written. Raises KeyboardInterrupt to end a run that was asked to stop."""
+        stop = self.request.requested
+        if step == self.steps or (self.every and step % self.every == 0) or stop:
+            self.out.sync_metrics()
+            state = {"step": step, "cursor": cursor, **self.identity}
+            save_checkpoint(self.trainer, self.out.checkpoint_path(step), state, self.companions)
+            for problem in self.out.prune_checkpoints(self.keep):
+                self.note(problem)
+        if stop and step < self.steps:
+            raise KeyboardInterrupt
 
 
 def run_identity(config: Config | SftConfig, trainer: Trainer) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from typing import Any
 from exactrl.config.settings import DataConfig, RewardConfig
 from exactrl.contract import get_contract
 from exactrl.engine.engine import Engine
-from exactrl.errors import ModelError
-from exactrl.launch.build import DTYPES, prompt_keys
+from exactrl.launch.build import DTYPES, prompt_keys, require_tokenizer
 from exactrl.launch.events import Progress
 from exactrl.model.config import find_model
 from exactrl.model.folder import load_model
@@ -22,7 +21,6 @@ from exactrl.tasks.data import load_prompts
 from exactrl.tasks.grading.outcome import count
 from exactrl.tasks.rewards import resolve_reward
 from exactrl.tasks.task import DataTask
-from exactrl.tasks.tokenizer import load_tokenizer
 from exactrl.types import Request, SamplingParams
 
 
@@ -49,9 +47,7 @@ def evaluate(
     reward.on_error, "drop" counts like "zero".
     """
     folder = find_model(model)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ModelError(f"{folder}: evaluation needs the model's tokenizer.json")
+    tokenizer = require_tokenizer(folder, "evaluation")
     loaded = load_prompts(data.train, tokenizer, **{**prompt_keys(data, folder), "dedupe": True})
     prompts = list(loaded.prompts)
     task = DataTask(prompts, {}, tokenizer, resolve_reward(reward.name, reward.timeout_s, reward.key))

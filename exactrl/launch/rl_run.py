@@ -10,7 +10,7 @@ from typing import Any
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.config import Config, to_toml
 from exactrl.launch import build
-from exactrl.launch.continuing import find_checkpoint, run_identity, take_up
+from exactrl.launch.continuing import Keeper, find_checkpoint, run_identity, take_up
 from exactrl.launch.derive import plan
 from exactrl.launch.events import Events, Silent
 from exactrl.model.config import find_model
@@ -24,7 +24,6 @@ from exactrl.rl.resume import checkpoints, read_rows
 from exactrl.rl.run_folder import RunFolder
 from exactrl.sync.memory import sync
 from exactrl.tasks.grading.outcome import count
-from exactrl.train.checkpoint import save_checkpoint
 
 
 def train(config: Config, events: Events | None = None, *, resume: bool = False) -> dict[str, Any]:
@@ -58,6 +57,10 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     out.write_json("plan.json", info)
     out.write_environment({**environment(), "seed": config.rollout.seed, "data": counts}, start.step)
     exact = config.contract.true_on_policy
+    request, run = StopRequest(events.on_note), config.run
+    keeper = Keeper(
+        out, trainer, folder, identity, run.steps, run.checkpoint_every, run.keep_checkpoints, request, events.on_note
+    )
     oracle = Oracle(strict=exact, bisect_command=build.check_command(config))
     events.on_start({**info, "data": counts, "resumed_after_step": start.step})
 
@@ -67,17 +70,8 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
         events.on_step(result.metrics)
         if result.step == start.step + 1 and (text := nothing_learnt(result)):
             events.on_note(text)
-        every = config.run.checkpoint_every
-        if result.step == config.run.steps or (every and result.step % every == 0) or request.requested:
-            out.sync_metrics()
-            state = {"step": result.step, "cursor": result.cursor, **identity}
-            save_checkpoint(trainer, out.checkpoint_path(result.step), state, folder)
-            for problem in out.prune_checkpoints(config.run.keep_checkpoints):
-                events.on_note(problem)
-        if request.requested and result.step < config.run.steps:
-            raise KeyboardInterrupt
+        keeper.after(result.step, result.cursor)
 
-    request = StopRequest(events.on_note)
     algorithm = get_algorithm(config.train.algorithm)
     with (
         out.recorded(config.run.steps, write_report, "; go on with --resume"),

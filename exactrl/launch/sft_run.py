@@ -10,9 +10,9 @@ from typing import Any
 from exactrl.algo.sft import SFT
 from exactrl.config import SftConfig, to_toml
 from exactrl.config.sft import warmup_ends
-from exactrl.errors import ConfigError, DataError, ModelError
-from exactrl.launch.build import DTYPES, contract_of, few_threads
-from exactrl.launch.continuing import find_checkpoint, run_identity, take_up
+from exactrl.errors import ConfigError, DataError
+from exactrl.launch.build import DTYPES, contract_of, few_threads, optimizer_settings, require_tokenizer
+from exactrl.launch.continuing import Keeper, find_checkpoint, run_identity, take_up
 from exactrl.launch.events import Events, Silent
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model
@@ -26,9 +26,6 @@ from exactrl.rl.interrupt import StopRequest
 from exactrl.rl.resume import checkpoints
 from exactrl.rl.run_folder import RunFolder
 from exactrl.tasks.supervised import Batches, LoadedExamples, load_examples
-from exactrl.tasks.tokenizer import load_tokenizer
-from exactrl.train.checkpoint import save_checkpoint
-from exactrl.train.schedule import learning_rate
 from exactrl.train.trainer import Trainer
 
 
@@ -62,17 +59,14 @@ def sft(config: SftConfig, events: Events | None = None, *, resume: bool = False
     def on_step(step: int, metrics: dict[str, Any]) -> None:
         out.append_metrics(metrics)
         events.on_step(metrics)
-        if step == steps or (run.checkpoint_every and step % run.checkpoint_every == 0) or request.requested:
-            out.sync_metrics()
-            save_checkpoint(trainer, out.checkpoint_path(step), {"step": step, "cursor": step, **identity}, folder)
-            for problem in out.prune_checkpoints(run.keep_checkpoints):
-                events.on_note(problem)
-        if request.requested and step < steps:
-            raise KeyboardInterrupt
+        keeper.after(step, step)
 
     plan = loop.SftPlan(steps, run.eval_every, config.train.loss_aggregation)
     evals = {name: data.examples for name, data in loaded.items() if name}
     request = StopRequest(events.on_note)
+    keeper = Keeper(
+        out, trainer, folder, identity, steps, run.checkpoint_every, run.keep_checkpoints, request, events.on_note
+    )
     hint = "; go on with --resume"
     with out.recorded(steps, hint=hint), request, few_threads(config.contract.true_on_policy, trainer):
         loop.run(plan, trainer, batches.batch, evals, on_step, events.on_progress, start)
@@ -86,9 +80,7 @@ def sft(config: SftConfig, events: Events | None = None, *, resume: bool = False
 
 def load_rows(config: SftConfig, folder: Path) -> dict[str, LoadedExamples]:
     """Training rows under the name "", then the held-out sets. Raises DataError, ModelError."""
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ModelError(f"{folder}: training needs the model's tokenizer.json")
+    tokenizer = require_tokenizer(folder)
     data = config.data
     load = partial(
         load_examples, tokenizer=tokenizer, prompt_key=data.prompt_key, response_key=data.response_key,
@@ -117,11 +109,6 @@ def build_model(config: SftConfig, folder: Path) -> Qwen3:
 
 def build_trainer(config: SftConfig, folder: Path, steps: int) -> Trainer:
     t = config.train
-    lr_at = partial(
-        learning_rate, peak=t.lr, total_steps=steps, schedule=t.lr_schedule, warmup_steps=t.warmup_steps,
-        min_ratio=t.min_lr_ratio,
-    )  # fmt: skip
     return Trainer(
-        build_model(config, folder), SFT, lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, grad_clip=t.grad_clip,
-        max_tokens_per_microbatch=t.max_tokens_per_microbatch, loss_aggregation=t.loss_aggregation, lr_at=lr_at,
-    )  # fmt: skip
+        build_model(config, folder), SFT, loss_aggregation=t.loss_aggregation, **optimizer_settings(t, steps)
+    )
