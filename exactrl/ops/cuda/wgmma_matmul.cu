@@ -1,22 +1,20 @@
 // y = x W^T on Hopper for few rows and long K: one fp32 accumulator per output in the matrix unit, K ascending, rounded
 // once. The same bits as triton_matmul.py; what differs is who loads what when.
 //
-// x [M, K] and w [N, K] are bf16 with K a multiple of a stage's inputs. A block computes ROWS <= 64 * GROUPS rows of x times BN rows of w; one
-// warp copies both into a ring of stages through the bulk copy engine, GROUPS warpgroups multiply. Tiles of x that share
-// their weights, and tiles of w that share their x, may form a cluster of CX x CY blocks: each loads a part of the common
-// chunks and multicasts it.
+// x [M, K] and w [N, K] are bf16, K a multiple of a stage's inputs. A block multiplies at most 64 rows of x with BN rows of
+// w; one warp copies both into a ring of stages through the bulk copy engine, a warpgroup multiplies. The CLUSTER blocks
+// of a cluster have different rows of x and share their rows of w: they take turns in loading a chunk for all of them.
 //
-// Compiled with: BN (multiple of 8), CHUNKS (64 inputs each, of one stage; a multiple of CX and CY), CX, CY, GROUPS,
-// TOut (float or bfloat16), WGMMA and ACCUMULATORS (the instruction for BN; see wgmma_matmul.py).
+// Compiled with: BN (multiple of 8), CHUNKS (of 64 inputs each, in one stage), CLUSTER, TOut (float or bfloat16) and
+// WGMMA (the instruction for BN; see wgmma_matmul.py).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(64) TensorMap { u64 words[16]; };
 struct bfloat16 { unsigned short bits; };
 
-constexpr int CLUSTER = CX * CY;
 constexpr int ROW_BYTES = 128;  // a chunk's part of one row: one swizzle span
-constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull, EVICT_NORMAL = 0x16F0000000000000ull;
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull;
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -42,17 +40,17 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
     else
         asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-                     "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
+                     "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
                      : "memory");
 }
 
-// Chunks `chunk` onwards of the rows from `row`: box [count of chunks][rows][64].
+// Chunk `chunk` of the rows from `row`: box [1][rows][64].
 template <bool MULTICAST>
-__device__ __forceinline__ void copy(u32 to, const void *map, int row, int chunk, u32 barrier, u32 mask, u64 policy) {
+__device__ __forceinline__ void copy(u32 to, const void *map, int row, int chunk, u32 barrier, u64 policy) {
     if (MULTICAST)
         asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(to), "l"(map), "r"(0), "r"(row),
-                     "r"(chunk), "r"(barrier), "h"((unsigned short)mask), "l"(policy) : "memory");
+                     "r"(chunk), "r"(barrier), "h"((unsigned short)((1 << CLUSTER) - 1)), "l"(policy) : "memory");
     else
         asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
                      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(chunk),
@@ -87,9 +85,9 @@ __device__ __forceinline__ void store(bfloat16 *y, float a, float b) {
     *(u32 *)y = pair;
 }
 
-// `steps` = K / (64 CHUNKS); `rows` per tile of x; `x_bytes` of one chunk of it in shared memory, a multiple of 1024; `row_tiles`,
-// `column_tiles` multiples of CY and CX.
-extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 32, 1)
+// `steps` = K / (64 CHUNKS); `rows` per tile of x; `x_bytes` of one chunk of them in shared memory, a multiple of 1024;
+// `row_tiles` a multiple of CLUSTER; `stages` at most 64.
+extern "C" __global__ void __launch_bounds__(128 + 32, 1)
 wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, TOut *y, int M,
              int N, int steps, int rows, int x_bytes, int row_tiles, int stages) {
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -99,16 +97,16 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
     __shared__ __align__(8) u64 barriers[2 * 64];
     const u32 full = shared_address(barriers), empty = full + 8 * 64;
 
-    const int thread = threadIdx.x, rank = CLUSTER > 1 ? rank_in_cluster() : 0, cx = rank % CX, cy = rank / CX;
-    const int cluster = blockIdx.x / CLUSTER, row_clusters = row_tiles / CY;
+    const int thread = threadIdx.x, rank = CLUSTER > 1 ? rank_in_cluster() : 0;
+    const int cluster = blockIdx.x / CLUSTER, row_clusters = row_tiles / CLUSTER;
     // The last tile is moved back to end with the matrix; some elements are then stored twice, with the same bits.
-    const int row0 = max(min((cluster % row_clusters * CY + cy) * rows, M - rows), 0);
-    const int column0 = max(min((cluster / row_clusters * CX + cx) * BN, N - BN), 0);
+    const int row0 = max(min((cluster % row_clusters * CLUSTER + rank) * rows, M - rows), 0);
+    const int column0 = max(min(cluster / row_clusters * BN, N - BN), 0);
 
     if (thread == 0) {
         for (int s = 0; s < stages; s++) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * s) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * s), "r"(GROUPS * CLUSTER) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * s), "r"(CLUSTER) : "memory");
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -117,25 +115,20 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
     else
         __syncthreads();
 
-    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
-    if (group == GROUPS) {
-        if (thread == GROUPS * 128) {
-            constexpr int X_PART = CHUNKS / CX, W_PART = CHUNKS / CY;
+    if (__shfl_sync(0xffffffff, thread / 128, 0)) {
+        if (thread == 128) {
             const u32 bytes = CHUNKS * (rows + BN) * ROW_BYTES;
-            u32 same_column = 0;
-            for (int i = 0; i < CY; i++) same_column |= 1u << (i * CX + cx);
-            const u32 same_row = ((1u << CX) - 1) << (cy * CX);
             const u64 w_policy = row_clusters == 1 ? EVICT_FIRST : EVICT_NORMAL;
             int s = 0, parity = 1;
             for (int step = 0; step < steps; step++) {
                 wait(empty + 8 * s, parity);
                 const u32 here = full + 8 * s, x_to = base + s * stage_bytes, w_to = x_to + CHUNKS * x_bytes;
                 asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(here), "r"(bytes) : "memory");
-                copy<(CY > 1)>(w_to + cy * W_PART * W_BYTES, &w_map, column0, step * CHUNKS + cy * W_PART, here, same_column,
-                               w_policy);
-                // one box per chunk where the chunks of x are padded in shared memory
-                for (int c = cx * X_PART; c < (cx + 1) * X_PART; c++)
-                    copy<(CX > 1)>(x_to + c * x_bytes, &x_map, row0, step * CHUNKS + c, here, same_row, EVICT_LAST);
+                for (int c = 0; c < CHUNKS; c++) {
+                    const int chunk = step * CHUNKS + c;
+                    if (chunk % CLUSTER == rank) copy<(CLUSTER > 1)>(w_to + c * W_BYTES, &w_map, column0, chunk, here, w_policy);
+                    copy<false>(x_to + c * x_bytes, &x_map, row0, chunk, here, EVICT_LAST);
+                }
                 if (++s == stages) s = 0, parity ^= 1;
             }
         }
@@ -148,20 +141,20 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
         u32 before = 0;
         for (int step = 0; step < steps; step++) {
             wait(full + 8 * s, parity);
-            const u32 x = base + s * stage_bytes + group * 64 * ROW_BYTES, w = base + s * stage_bytes + CHUNKS * x_bytes;
+            const u32 x = base + s * stage_bytes, w = base + s * stage_bytes + CHUNKS * x_bytes;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) multiply_chunk(acc, x + c * x_bytes, w + c * W_BYTES);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            if (step && thread % 128 < CLUSTER) arrive_at(before, thread % 128);
+            if (step && thread < CLUSTER) arrive_at(before, thread);
             before = empty + 8 * s;
             if (++s == stages) s = 0, parity ^= 1;
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         pin(acc);
 
-        const int lane = thread % 32, row = group * 64 + thread % 128 / 32 * 16 + lane / 4;
+        const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int r = row + 8 * half;

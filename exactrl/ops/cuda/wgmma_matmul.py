@@ -16,7 +16,8 @@ import torch
 from exactrl.contract import LinearShape
 from exactrl.ops.cuda import nvrtc
 
-MULTIPROCESSORS = 132
+AT_ONCE = {1: 132, 2: 132, 3: 126, 4: 128}
+"""Blocks that run at once on an H100 or H200, by the size of their clusters: 16 or 18 multiprocessors share a cluster."""
 CHUNK = 64  # inputs: 128 bytes, one span of the swizzle
 ROWS = 64  # of x, which one warpgroup multiplies
 MOST_COLUMNS = 256  # of one instruction
@@ -27,18 +28,14 @@ RESERVED = 1024 + 1024  # bytes: alignment and barriers
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`columns` outputs per block, `chunks` of K per stage, a cluster of `across` x `down` blocks that share the rows of
-    x (across) and of w (down); `groups` warpgroups of 64 rows each."""
+    """`columns` outputs per block, `chunks` of K per stage, clusters of `cluster` blocks that share their weights."""
 
     columns: int
-    chunks: int = 2
-    across: int = 1
-    down: int = 1
-    groups: int = 1
+    chunks: int = 1
+    cluster: int = 1
 
     def __str__(self) -> str:
-        cluster = f"-c{self.across}x{self.down}" if self.across * self.down > 1 else ""
-        return f"{ROWS * self.groups}x{self.columns}-k{self.chunks * CHUNK}{cluster}"
+        return f"{ROWS}x{self.columns}x{self.chunks * CHUNK}{f'-c{self.cluster}' if self.cluster > 1 else ''}"
 
 
 def _up(value: int, multiple: int) -> int:
@@ -46,23 +43,34 @@ def _up(value: int, multiple: int) -> int:
 
 
 def tiles(cut: Cut, m: int, n: int) -> tuple[int, int]:
-    """(row tiles, column tiles), multiples of the cluster's sides."""
-    return _up(-(-m // (ROWS * cut.groups)), cut.down), _up(-(-n // cut.columns), cut.across)
+    """(row tiles, column tiles); a cluster is a column of row tiles."""
+    return _up(-(-m // ROWS), cut.cluster), -(-n // cut.columns)
 
 
-def one_wave(n: int, row_tiles: int) -> int | None:
-    """The least multiple of 8 columns per block with which all blocks run at once."""
-    columns = _up(-(-n // (MULTIPROCESSORS // row_tiles)), 8)
+def one_wave(n: int, row_tiles: int, cluster: int = 1) -> int | None:
+    """The least multiple of 8 columns per block with which all blocks run at once; None if it exceeds an instruction."""
+    columns = _up(-(-n // (AT_ONCE[cluster] // row_tiles)), 8)
     return columns if columns <= MOST_COLUMNS else None
 
 
-def serves(cut: Cut, shape: LinearShape, m: int) -> bool:
-    """Where the cut fills one wave at some number of row tiles that is not less than that of m."""
-    if shape.leaves != 1 or shape.k % (CHUNK * cut.chunks) or shape.n % 8 or shape.n < cut.columns or m > MOST_ROWS:
-        return False
+def cuts(shape: LinearShape) -> list[Cut]:
+    """What is offered for one shape: for each number of row tiles, alone and as clusters that share their weights."""
+    if shape.leaves != 1 or shape.n % 8 or shape.k % CHUNK:
+        return []
+    found = {}
+    for row_tiles in range(1, MOST_ROWS // ROWS + 1):
+        for cluster in dict.fromkeys((1, row_tiles)):
+            columns = one_wave(shape.n, row_tiles, cluster)
+            if columns and columns <= shape.n:
+                chunks = 2 if columns <= 80 and shape.k % (2 * CHUNK) == 0 else 1
+                found[Cut(columns, chunks, cluster)] = None
+    return list(found)
+
+
+def fits(cut: Cut, shape: LinearShape, m: int) -> bool:
+    """Whether all blocks run at once, of a cut that is offered for this shape."""
     row_tiles, column_tiles = tiles(cut, m, shape.n)
-    possible = range(-(-m // ROWS), MOST_ROWS // ROWS + 1)
-    return row_tiles * column_tiles <= MULTIPROCESSORS and cut.columns in {one_wave(shape.n, t) for t in possible}
+    return m <= MOST_ROWS and row_tiles * column_tiles <= AT_ONCE[cut.cluster] and cut in cuts(shape)
 
 
 def source(cut: Cut, out: str) -> str:
@@ -76,7 +84,7 @@ def source(cut: Cut, out: str) -> str:
         f'accumulate, 1, 1, 0, 0;\\n}}" : {outputs} : "l"(a), "l"(b))'
     )
     defined = {
-        "BN": cut.columns, "CHUNKS": cut.chunks, "CX": cut.across, "CY": cut.down, "GROUPS": cut.groups, "TOut": out,
+        "BN": cut.columns, "CHUNKS": cut.chunks, "CLUSTER": cut.cluster, "TOut": out,
         "WGMMA(acc, a, b)": instruction,
     }  # fmt: skip
     head = "".join(f"#define {name} {value}\n" for name, value in defined.items())
@@ -90,7 +98,7 @@ def _kernel(cut: Cut, out: str) -> nvrtc.Kernel:
 
 def stages(cut: Cut, rows: int) -> int:
     """As many as fit into shared memory with `rows` of x per tile, and what is read beyond a short tile."""
-    beyond = ROWS * cut.groups * 128
+    beyond = ROWS * 128
     return min(MOST_STAGES, (nvrtc.MAX_SHARED - RESERVED - beyond) // (cut.chunks * 128 * (_up(rows, 8) + cut.columns)))
 
 
@@ -102,12 +110,11 @@ def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int
     rows = -(-m // row_tiles)
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     x_map = nvrtc.tensor_map(x, (CHUNK, m, k // CHUNK), (1, x.stride(0), CHUNK), (CHUNK, rows, 1))
-    part = cut.chunks // cut.down
-    w_map = nvrtc.tensor_map(w, (CHUNK, n, k // CHUNK), (1, w.stride(0), CHUNK), (CHUNK, cut.columns, part))
+    w_map = nvrtc.tensor_map(w, (CHUNK, n, k // CHUNK), (1, w.stride(0), CHUNK), (CHUNK, cut.columns, 1))
     kernel = _kernel(cut, "float" if out_dtype == torch.float32 else "bfloat16")
     kernel.launch(
-        (row_tiles * column_tiles, 1, 1), cut.groups * 128 + 32,
+        (row_tiles * column_tiles, 1, 1), 128 + 32,
         [x_map, w_map, y, m, n, k // (CHUNK * cut.chunks), rows, _up(rows, 8) * 128, row_tiles, stages(cut, rows)],
-        cluster=cut.across * cut.down,
+        cluster=cut.cluster,
     )  # fmt: skip
     return y
