@@ -17,7 +17,7 @@ from exactrl.contract import LinearShape
 from exactrl.ops.cuda import nvrtc
 
 AT_ONCE = {1: 132, 2: 132, 3: 126, 4: 128}
-"""Blocks that run at once on an H100 or H200, by the size of their clusters: 16 or 18 multiprocessors share a cluster."""
+"""Blocks that run at once on an H100 or H200 by the size of their clusters, each inside 16 or 18 multiprocessors."""
 CHUNK = 64  # inputs: 128 bytes, one span of the swizzle
 ROWS = 64  # of x, which one warpgroup multiplies
 MOST_COLUMNS = 256  # of one instruction
@@ -48,29 +48,40 @@ def tiles(cut: Cut, m: int, n: int) -> tuple[int, int]:
 
 
 def one_wave(n: int, row_tiles: int, cluster: int = 1) -> int | None:
-    """The least multiple of 8 columns per block with which all blocks run at once; None if it exceeds an instruction."""
+    """The fewest columns per block with which all blocks run at once; None if one instruction has fewer."""
     columns = _up(-(-n // (AT_ONCE[cluster] // row_tiles)), 8)
     return columns if columns <= MOST_COLUMNS else None
 
 
-def cuts(shape: LinearShape) -> list[Cut]:
+@functools.lru_cache(maxsize=4096)
+def cuts(shape: LinearShape) -> frozenset[Cut]:
     """What is offered for one shape: for each number of row tiles, alone and as clusters that share their weights."""
     if shape.leaves != 1 or shape.n % 8 or shape.k % CHUNK:
-        return []
-    found = {}
+        return frozenset()
+    found = set()
     for row_tiles in range(1, MOST_ROWS // ROWS + 1):
         for cluster in dict.fromkeys((1, row_tiles)):
             columns = one_wave(shape.n, row_tiles, cluster)
             if columns and columns <= shape.n:
-                chunks = 2 if columns <= 80 and shape.k % (2 * CHUNK) == 0 else 1
-                found[Cut(columns, chunks, cluster)] = None
-    return list(found)
+                found.add(Cut(columns, _chunks(columns), cluster))
+    return frozenset(cut for cut in found if shape.k % (CHUNK * cut.chunks) == 0)
+
+
+def _chunks(columns: int) -> int:
+    return 2 if columns <= 80 else 1  # wider tiles leave room for few stages
+
+
+def every_cut() -> list[Cut]:
+    """Those that are offered for one shape or another."""
+    return [Cut(n, _chunks(n), cluster) for n in range(8, MOST_COLUMNS + 1, 8) for cluster in AT_ONCE]
 
 
 def fits(cut: Cut, shape: LinearShape, m: int) -> bool:
-    """Whether all blocks run at once, of a cut that is offered for this shape."""
+    """Whether the cut is offered for this shape and all blocks run at once."""
+    if m > MOST_ROWS or cut not in cuts(shape):
+        return False
     row_tiles, column_tiles = tiles(cut, m, shape.n)
-    return m <= MOST_ROWS and row_tiles * column_tiles <= AT_ONCE[cut.cluster] and cut in cuts(shape)
+    return row_tiles * column_tiles <= AT_ONCE[cut.cluster]
 
 
 def source(cut: Cut, out: str) -> str:
