@@ -16,7 +16,7 @@ SHAPES = [
     LinearShape(4096, 12288),
     LinearShape(5120, 25600),
     LinearShape(6144, 2560),
-    LinearShape(24, 192),
+    LinearShape(24, 256),
 ]
 
 
