@@ -90,6 +90,22 @@ class LinearShape:
         return f"linear {self.k} -> {self.n} ({self.out_dtype}{leaves})"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class AttentionShape:
+    """Causal attention of `heads` query heads that share `kv_heads`; bf16. `page_size` 0: packed K and V, no pages."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int = 0
+    kv_split: int = 512
+    kv_block: int = 64
+
+    def __str__(self) -> str:
+        pages = f"pages of {self.page_size}" if self.page_size else "packed"
+        return f"attention {self.heads}/{self.kv_heads} x {self.dim} ({pages})"
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The fastest implementation that was bit-exact at every checked number of rows in m_min … m_max."""
