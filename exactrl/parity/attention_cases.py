@@ -33,8 +33,8 @@ class Case:
     with_lse: bool = True
 
     def few(self, most_rows: int | None, group: int) -> bool:
-        """Whether an implementation limited to so many rows x grouped heads of a sequence can take it."""
-        return most_rows is None or int(self.pieces[:, 2].max()) * group <= most_rows
+        """Whether an implementation limited to so many rows x grouped heads of a sequence can take what is asked."""
+        return most_rows is None or int(self.pieces[:: self.every, 2].max()) * group <= most_rows
 
 
 @dataclass(slots=True)
