@@ -207,7 +207,7 @@ def load_certificate(path: Path) -> dict[str, Any]:
         content = {**content, "format": CERTIFICATE_FORMAT, "attention": []}
     if not isinstance(content, dict) or content.get("format") != CERTIFICATE_FORMAT:
         raise CertificationError(
-            f"{path} is no certificate of format {CERTIFICATE_FORMAT} or older; delete it and run: exactrl certify MODEL"
+            f"{path} is no certificate of format 1 to {CERTIFICATE_FORMAT}; delete it and run: exactrl certify MODEL"
         )
     return content
 

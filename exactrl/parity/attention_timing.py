@@ -72,8 +72,8 @@ def inputs(shape: AttentionShape, work: Workload, most_copies: int = 8) -> Input
 def graph(given: Inputs, implementation: AttentionImplementation) -> torch.cuda.CUDAGraph:
     """A graph that attends once with each of the caches."""
 
-    def call(cache):
-        implementation.attend(given.q, *cache, given.rows, given.out, given.lse, given.sequences)
+    def call(cache: tuple[torch.Tensor, torch.Tensor]) -> None:
+        implementation.attend(given.q, cache[0], cache[1], given.rows, given.out, given.lse, given.sequences)
 
     return capture(call, given.caches, torch.cuda.graph_pool_handle())
 

@@ -53,9 +53,9 @@ class AttentionRefusal:
         if self.position < 0:
             return f"{self.implementation} gives other bits every time ({self.case}, {self.data} data)"
         return (
-            f"{self.implementation} differs from the reference ({self.case}, {self.data} data) in {self.mismatched_rows} "
-            f"rows, first position {self.position} of a sequence of {self.sequence}, {self.what} {list(self.element)}: "
-            f"{self.found} instead of {self.expected}; {self.failing_cases} batches differ"
+            f"{self.implementation} differs from the reference ({self.case}, {self.data} data) in "
+            f"{self.mismatched_rows} rows, first position {self.position} of a sequence of {self.sequence}, "
+            f"{self.what} {list(self.element)}: {self.found} instead of {self.expected}; {self.failing_cases} batches differ"
         )
 
 
