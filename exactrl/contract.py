@@ -45,8 +45,14 @@ class Contract:
     def digest(self) -> str:
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
 
+    @property
+    def attention(self) -> str:
+        """Whose order attention has: "canonical", or "fa3" (Flash Attention 3 with num_splits=1; GPUs only)."""
+        return "fa3" if self.name == FA3 else "canonical"
 
-CONTRACTS = {"exact-v1": Contract()}
+
+FA3 = "exact-v1-fa3"
+CONTRACTS = {"exact-v1": Contract(), FA3: Contract(name=FA3)}
 
 
 def get_contract(name: str, *, k_leaves: int = 1, residual_dtype: str = "bfloat16") -> Contract:

@@ -38,6 +38,7 @@ from exactrl.contract import AttentionShape
 from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, AttentionTile
 
 HEAD_DIMS = (64, 128, 256)
+SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all its programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,8 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
 
 
 def _split_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
-    return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows
+    fits = tile.ctas * tile.shared_bytes(shape.dim) <= SHARED_BYTES
+    return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows and fits
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:

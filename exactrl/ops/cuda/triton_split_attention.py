@@ -208,8 +208,14 @@ def attend_splits(q, k, v, rows: AttentionRows, out, lse, sequences: np.ndarray,
     _splits[(programs,)](
         q, k, v, out, lse, plan.items, plan.total, plan.arrived, plan.partial, plan.stats, rows.starts, rows.lengths,
         rows.tables, rows.tables.shape[1], t, plan.held, *strides(q, k, v, page_size), scale_of(dim), heads, kv_heads,
-        dim, page_size, SPLIT, BLOCK, tile.rows, UNROLL, tile.stages, num_warps=tile.warps, **EXACT,
+        dim, page_size, SPLIT, BLOCK, tile.rows, UNROLL, tile.stages, num_warps=tile.warps,
+        maxnreg=_most_registers(tile), **EXACT,
     )  # fmt: skip
+
+
+def _most_registers(tile: AttentionTile) -> int:
+    """Registers of a thread that leave room for `ctas` programs on a multiprocessor."""
+    return min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
 
 
 def _multiprocessors(device: torch.device) -> int:
