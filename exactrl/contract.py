@@ -98,7 +98,8 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True, order=True)
 class AttentionShape:
-    """Causal attention of `heads` query heads that share `kv_heads`; bf16. `page_size` 0: packed K and V, no pages."""
+    """Causal attention of `heads` query heads that share `kv_heads`; bf16. `page_size` 0: packed K and V, no pages.
+    `order` as Contract.attention."""
 
     heads: int
     kv_heads: int
@@ -106,10 +107,12 @@ class AttentionShape:
     page_size: int = 0
     kv_split: int = 512
     kv_block: int = 64
+    order: str = "canonical"
 
     def __str__(self) -> str:
         pages = f"pages of {self.page_size}" if self.page_size else "packed"
-        return f"attention {self.heads}/{self.kv_heads} x {self.dim} ({pages})"
+        order = "" if self.order == "canonical" else f"{self.order}, "
+        return f"attention {self.heads}/{self.kv_heads} x {self.dim} ({order}{pages})"
 
 
 ATTENTION_KINDS = ("split", "in_order")

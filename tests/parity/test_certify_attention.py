@@ -344,6 +344,36 @@ def test_only_what_the_certificate_names_attends(cache) -> None:
     assert torch.equal(paged_attention(batch.q, batch.k, batch.v, batch.rows, choose(PAGED)), expected)
 
 
+def test_what_the_command_prints_names_choice_times_and_refusal() -> None:
+    from exactrl.cli.certify import attention_lines
+
+    def change(rows, s, i, y, z) -> None:
+        if rows.lengths[s] == 33:
+            up(y, (3, 15))
+
+    first, split, in_order, refused = attention_lines(
+        certify(fake("fast", "split", most_rows=4), fake("bad", "in_order", change))
+    )
+    assert first.startswith("attention 4/2 x 16 (pages of 4): ")
+    assert split == "  split     fast  few 1000000 us, many 1000000 us"
+    assert in_order == "  in_order  reference"
+    assert refused.startswith("  refused: bad differs")
+    nothing = AttentionResult.nothing(PAGED, "fa3", "other bits")
+    assert "fa3 does not run (all batches): other bits" in attention_lines(nothing)[1]
+
+
+def test_whole_batches_only_are_asked_of_the_order_fa3() -> None:
+    def run(q, k, v, rows, out, lse, sequences) -> None:
+        assert len(sequences) == len(rows.counts)
+        attend(q, k, v, rows, out, lse, sequences)
+
+    shape = AttentionShape(4, 2, 16, page_size=4, kv_split=32, kv_block=8, order="fa3")
+    fa3 = AttentionImplementation("fa3", "in_order", run, lambda shape: True)
+    result = certify_attention(shape, {"fa3": fa3}, times, LENGTHS, ("flat",), device="cpu", reference="fa3")
+    assert (result.choices, result.refused) == ({"in_order": "fa3"}, [])
+    assert result.compared_rows > 500
+
+
 def test_shapes_of_a_model() -> None:
     from exactrl.model.config import find_model, read_config
 

@@ -34,6 +34,7 @@ def machine() -> dict[str, str]:
         "kernels": kernels_digest(),
         **libraries,
         **({"deep_gemm": _deep_gemm()} if find_spec("deep_gemm") else {}),
+        **({"flash_attn_3": _flash_attn_3()} if find_spec("flash_attn_3") else {}),
     }
 
 
@@ -77,6 +78,11 @@ def _deep_gemm() -> str:
     headers = sorted((folder / "include" / "deep_gemm").rglob("*.cuh"))
     compiled = sorted(folder.glob("*.so"))
     return _digest([_file_digest(path).encode() for path in (*compiled, *headers)])
+
+
+def _flash_attn_3() -> str:
+    folder = Path(next(iter(find_spec("flash_attn_3").submodule_search_locations)))  # type: ignore[union-attr,arg-type]
+    return _digest([_file_digest(path).encode() for path in sorted(folder.glob("*.so"))])
 
 
 def _file_digest(path: Path) -> str:
