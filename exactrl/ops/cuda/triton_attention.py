@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 BLOCK, SPLIT = 64, 512
 LN2 = tl.constexpr(0.693147182464599609375)  # ln 2 as fp32
 NEG_INF = tl.constexpr(float("-inf"))
+SIZES = ["P", "T"]
+"""Arguments that change from batch to batch: a kernel is compiled once for all of them."""
 EXACT = {"enable_fp_fusion": False}
 """Options of every launch: a product and a sum are never contracted."""
 
@@ -71,7 +73,7 @@ def key_rows(tables, s, start, positions, length, P, PAGE: tl.constexpr):
     return start.to(tl.int64) + positions
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _reference(
     q, k, v, out, lse, sequences, starts, lengths, tables, P, T, stride_q, stride_k, stride_v, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -107,7 +109,7 @@ def _reference(
         tl.store(lse + h.to(tl.int64) * T + row, (M + tl.log2(L)) * LN2, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _in_order(
     q, k, v, k_tiles, v_tiles, out, lse, tiles, starts, lengths, tables, P, T, stride_q, stride_k, stride_v, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,

@@ -100,7 +100,7 @@ def _merge_all(
     return A, M, L
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "T", "held"])
 def _splits(
     q, k, v, out, lse, items, total, arrived, partial, stats, starts, lengths, tables, P, T, held,
     stride_q, stride_k, stride_v, scale, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
