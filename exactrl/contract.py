@@ -169,9 +169,14 @@ def machine_digest(machine: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(dict(machine), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def certificate_folder() -> Path:
+def cache_folder() -> Path:
+    """Certificates and compiled GPU kernels; everything in it can be made again."""
     root = os.environ.get("EXACTRL_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "exactrl" / "certificates"
+    return Path(root) / "exactrl"
+
+
+def certificate_folder() -> Path:
+    return cache_folder() / "certificates"
 
 
 def certificate_path(machine: Mapping[str, str]) -> Path:

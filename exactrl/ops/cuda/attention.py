@@ -35,10 +35,11 @@ import numpy as np
 import torch
 
 from exactrl.contract import AttentionShape
-from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, AttentionTile
+from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, WARP_ROWS, WARP_SPLIT, AttentionTile, WarpTile
 
 HEAD_DIMS = (64, 128, 256)
-SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all its programs
+SHARED_BYTES = 228 * 1024  # of a multiprocessor, for all its programs
+RESERVED_BYTES = 1024  # that each program takes besides its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +158,19 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
 
 
 def _split_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
-    fits = tile.ctas * tile.shared_bytes(shape.dim) <= SHARED_BYTES
+    fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
     return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows and fits
+
+
+def _warp_split(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
+    from exactrl.ops.cuda.split_attention import attend_splits
+
+    attend_splits(q, k, v, rows, out, lse, sequences, tile)
+
+
+def _warp_split_serves(shape: AttentionShape, tile: WarpTile) -> bool:
+    fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
+    return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= WARP_ROWS and fits
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:
@@ -185,14 +197,24 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
             )
             for tile in SPLIT
         ),
-        *_hopper(),
+        *_compiled(),
     ]
     return {implementation.name: implementation for implementation in found}
 
 
-def _hopper() -> list[AttentionImplementation]:
-    """The CUDA C++ kernel, where it can be compiled."""
-    return []
+def _compiled() -> list[AttentionImplementation]:
+    """The kernels in CUDA C++, where they can be compiled."""
+    from exactrl.ops.cuda import nvrtc
+
+    if not nvrtc.available():
+        return []
+    return [
+        AttentionImplementation(
+            f"cuda-split:{tile}", "split", partial(_warp_split, tile=tile), partial(_warp_split_serves, tile=tile),
+            WARP_ROWS,
+        )
+        for tile in WARP_SPLIT
+    ]  # fmt: skip
 
 
 def paged_attention(

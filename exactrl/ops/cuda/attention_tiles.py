@@ -43,3 +43,26 @@ SPLIT = (
     AttentionTile(64, 8, 3, ctas=1),
 )
 """A page number is loaded two stages before its keys and these two before their use: s3, s5, s7 keep 1, 2, 3 blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarpTile:
+    """The CUDA C++ kernel in which a warp takes a split: `keys` (16 or 32) of one copy, `ring` copies that a warp
+    holds, `ctas` blocks of WARPS warps on each multiprocessor."""
+
+    keys: int
+    ring: int
+    ctas: int
+
+    def __str__(self) -> str:
+        return f"{self.keys}x{self.ring}-c{self.ctas}"
+
+    def shared_bytes(self, dim: int) -> int:
+        """Of a block."""
+        return 1024 + WARPS * self.ring * self.keys * dim * 2
+
+
+WARPS = 4
+WARP_ROWS = 8
+"""Rows x grouped heads of one sequence that the CUDA C++ kernel takes: the narrow side of the matrix unit."""
+WARP_SPLIT = (WarpTile(16, 6, 2), WarpTile(16, 4, 3), WarpTile(32, 3, 2), WarpTile(32, 3, 4), WarpTile(16, 6, 1))

@@ -40,7 +40,8 @@ def machine() -> dict[str, str]:
 
 def kernels_digest() -> str:
     """Of the sources of this folder."""
-    return _digest([p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))])
+    folder = Path(__file__).parent
+    return _digest([p.read_bytes() for suffix in ("py", "cu", "cuh") for p in sorted(folder.glob(f"*.{suffix}"))])
 
 
 def driver_version() -> str:

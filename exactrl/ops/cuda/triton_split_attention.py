@@ -204,7 +204,7 @@ def attend_splits(q, k, v, rows: AttentionRows, out, lse, sequences: np.ndarray,
     assert most <= tile.rows, f"{most} rows x grouped heads of one sequence, but the tile holds {tile.rows}"
     assert rows.tables is not None, "splits in parallel read pages"
     plan = split_plan(rows, sequences, heads, kv_heads, dim)
-    programs = min(len(plan.items) * kv_heads, _multiprocessors(q.device) * tile.ctas)
+    programs = min(len(plan.items) * kv_heads, multiprocessors(q.device) * tile.ctas)
     _splits[(programs,)](
         q, k, v, out, lse, plan.items, plan.total, plan.arrived, plan.partial, plan.stats, rows.starts, rows.lengths,
         rows.tables, rows.tables.shape[1], t, plan.held, *strides(q, k, v, page_size), scale_of(dim), heads, kv_heads,
@@ -218,5 +218,5 @@ def _most_registers(tile: AttentionTile) -> int:
     return min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,177 @@
+"""CUDA C++ kernels for sm_90a: compiled at run time by NVRTC, launched on torch's current stream.
+
+For kernels that need what Triton does not reach: a copy engine that multicasts, register budgets per warpgroup, matrix
+tiles that are no power of two. NVRTC and cuda-bindings come with torch for CUDA. Compiled code is kept on disk under
+the digest of everything it depends on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exactrl.contract import cache_folder
+from exactrl.errors import EnvironmentProblem
+
+ARCHITECTURE = "sm_90a"
+SWIZZLE_BYTES = 128
+MAX_SHARED = 227 * 1024  # bytes of dynamic shared memory one block may have on sm_90
+
+
+def available() -> bool:
+    """Whether cuda-bindings and a GPU with sm_90a's instructions are here."""
+    try:
+        import cuda.bindings.driver  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def compile_cubin(source: str, name: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
+    """(machine code, compiler's log) of one source text; `name` is the file that messages show. Needs no GPU.
+
+    Raises EnvironmentProblem with the compiler's log when it does not compile.
+    """
+    from cuda.bindings import nvrtc
+
+    flags = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *options]
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    _checked(nvrtc.nvrtcGetProgramLog(program, log))
+    text = log.decode(errors="replace").strip(" \0\n")
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise EnvironmentProblem(f"{name} does not compile for {ARCHITECTURE}:\n{text}")
+    code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    nvrtc.nvrtcDestroyProgram(program)
+    return code, text
+
+
+def cached_cubin(source: str, name: str, options: Sequence[str] = ()) -> bytes:
+    """The machine code, from disk when the same source was compiled before."""
+    from cuda.bindings import nvrtc
+
+    version = _checked(nvrtc.nvrtcVersion())
+    key = hashlib.blake2b(repr((source, tuple(options), version, ARCHITECTURE)).encode(), digest_size=16).hexdigest()
+    path = cache_folder() / "cubin" / f"{name}-{key}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    code, _ = compile_cubin(source, name, options)
+    _keep(path, code)
+    return code
+
+
+def _keep(path: Path, code: bytes) -> None:
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(code)
+        beside.replace(path)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}; set EXACTRL_CACHE_DIR") from error
+
+
+class Kernel:
+    """One `extern "C"` function. `shared` is the dynamic shared memory of every launch, in bytes."""
+
+    def __init__(self, source: str, function: str, options: Sequence[str] = (), shared: int = 0) -> None:
+        assert shared <= MAX_SHARED, (function, shared)
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream()  # makes torch's context the current one
+        self._shared = shared
+        self._module = _checked(driver.cuModuleLoadData(cached_cubin(source, function, options)))
+        self._function = _checked(driver.cuModuleGetFunction(self._module, function.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, attribute, shared))
+
+    def launch(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], cluster: int = 1) -> None:
+        """Arguments: tensors (their pointer), TensorMap (by value), int (int32), float (float32). `cluster` blocks
+        along x share a cluster."""
+        from cuda.bindings import driver
+
+        values = [_argument(a) for a in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared
+        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+            config.attrs, config.numAttrs = [attribute], 1
+        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+class TensorMap:
+    """How the copy engine walks a bf16 tensor; passed to a kernel as `const __grid_constant__` of 128 bytes."""
+
+    def __init__(self, descriptor: Any) -> None:
+        self.descriptor = descriptor
+
+
+def tensor_map(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorMap:
+    """A map of `t`'s memory. `shape`, `strides` (elements) and `box` name the innermost dimension first, whose stride
+    must be 1; the box's innermost extent is at most 64 bf16 (the 128-byte swizzle). Outside `shape` zeros are read."""
+    assert t.dtype == torch.bfloat16, t.dtype
+    assert strides[0] == 1, strides
+    assert box[0] * 2 <= SWIZZLE_BYTES, box
+    assert all(s * 2 % 16 == 0 for s in strides[1:]), (
+        f"the copy engine wants strides in multiples of 16 bytes: {strides}"
+    )
+    assert t.data_ptr() % 16 == 0, "the copy engine wants addresses in multiples of 16 bytes"
+    return _tensor_map(t.data_ptr(), tuple(shape), tuple(strides), tuple(box))
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    from cuda.bindings import driver
+
+    rank = len(shape)
+    descriptor = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        rank,
+        address,
+        [driver.cuuint64_t(n) for n in shape],
+        [driver.cuuint64_t(2 * s) for s in strides[1:]],
+        [driver.cuuint32_t(n) for n in box],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return TensorMap(_checked(descriptor))
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, TensorMap):
+        return value
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    assert isinstance(value, int), f"no kernel argument of type {type(value).__name__}"
+    return ctypes.c_int32(value)
+
+
+def _address(value: Any) -> int:
+    return int(value.descriptor.getPtr()) if isinstance(value, TensorMap) else ctypes.addressof(value)
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The values of a cuda-bindings call, whose first is the status. Raises EnvironmentProblem."""
+    status, *values = result
+    if int(status):
+        raise EnvironmentProblem(f"a call to the CUDA driver or compiler failed: {status!r}")
+    return values[0] if len(values) == 1 else tuple(values)
