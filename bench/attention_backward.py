@@ -57,7 +57,7 @@ def fa3_flash(point: Point, d_out: torch.Tensor, deterministic: bool) -> Callabl
     return run
 
 
-def backward_rows(point: Point, implementation: AttentionImplementation) -> dict[str, Any]:
+def backward_row(point: Point, implementation: AttentionImplementation) -> dict[str, Any]:
     """Times, TFLOP/s (five products of the causal half), largest relative distance of our gradients from PyTorch's,
     and whether ours are the same bits twice."""
     q, (k, v), rows = point.q, point.caches[0], point.rows

@@ -39,9 +39,11 @@ def capture(function: Callable[[T], object], weights: Sequence[T], pool: Any) ->
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool)
-        for w in weights:
-            function(w)
-        graph.capture_end()
+        try:
+            for w in weights:
+                function(w)
+        finally:  # or nothing can be captured after a function that fails
+            graph.capture_end()
     return graph
 
 

@@ -29,10 +29,13 @@ def compile_all(shapes: Sequence[LinearShape], ms: Sequence[int], processes: int
             done.result()
 
 
-def compile_attention(shapes: Sequence[AttentionShape], processes: int | None = None) -> None:
-    """Runs every canonical implementation once for each shape."""
+def compile_attention(
+    shapes: Sequence[AttentionShape], names: Sequence[str] | None = None, processes: int | None = None
+) -> None:
+    """Runs every canonical implementation, or those of `names`, once for each shape."""
     canonical = [shape for shape in shapes if shape.order == "canonical"]
-    each = [(shape, name) for shape in canonical for name, i in attention_implementations().items() if i.serves(shape)]
+    found = {name: i for name, i in attention_implementations().items() if names is None or name in names}
+    each = [(shape, name) for shape in canonical for name, i in found.items() if i.serves(shape)]
     count = processes or max(1, min(14, (os.cpu_count() or 1) - 1))
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         for done in [pool.submit(_attend, *task) for task in each]:

@@ -362,6 +362,38 @@ def test_what_the_command_prints_names_choice_times_and_refusal() -> None:
     assert "fa3 does not run (all batches): other bits" in attention_lines(nothing)[1]
 
 
+def test_a_shape_without_kernels_is_shown_and_does_not_stop_the_linears(cache) -> None:
+    from exactrl.launch.certifying import certify_one_attention
+
+    result = certify_one_attention(AttentionShape(4, 2, 48, 16))
+    assert result.choices == {}
+    assert "not made for this shape" in str(result.refused[0])
+    write_certificate(MACHINE, attention=[result])
+    with pytest.raises(CertificationError, match="no in_order kernel is certified"):
+        read_certificate(MACHINE).attends(result.shape, "in_order")
+
+
+def test_the_order_fa3_is_certified_where_it_is_installed(monkeypatch) -> None:
+    from exactrl.launch import certifying
+    from exactrl.ops.cuda import fa3_attention
+
+    shape = AttentionShape(32, 8, 128)
+    monkeypatch.setattr(certifying, "attention_shapes", lambda config: [shape, AttentionShape(32, 8, 256)])
+    monkeypatch.setattr(certifying, "find_spec", lambda name: None)
+    assert [s.order for s in certifying.attention_shapes_of("tiny")] == ["canonical"] * 2
+    for module in (certifying, fa3_attention):
+        monkeypatch.setattr(module, "find_spec", lambda name: name)
+    assert [(s.order, s.dim) for s in certifying.attention_shapes_of("tiny")[2:]] == [("fa3", 128)]
+
+    def refuse(*_args, **_kwargs):
+        raise CertificationError("other bits in a mixed batch")
+
+    monkeypatch.setattr(certifying, "certify_attention", refuse)
+    result = certifying.certify_one_attention(certifying.attention_shapes_of("tiny")[2])
+    assert result.choices == {}
+    assert "other bits in a mixed batch" in str(result.refused[0])
+
+
 def test_whole_batches_only_are_asked_of_the_order_fa3() -> None:
     def run(q, k, v, rows, out, lse, sequences) -> None:
         assert len(sequences) == len(rows.counts)
