@@ -2,18 +2,22 @@
 
 Heads of Qwen3-4B (32 / 8 of 128) unless said otherwise. Parts:
 
-decode     batch 1-256 x context 1k-128k while K and V take at most 40 GB, pages of 16 and 256, and ragged batches: ours
-           over max(launch, min(FA3 with automatic splits, 1.1 x floor)). Floor: bytes of K and V over copy bandwidth.
-           Launch: one kernel that does nothing, in a graph. All in CUDA graphs, K and V cold; what a step's layers share
-           (our list of splits, FA3's metadata) is made before.
+decode     batch 1-256 x context 1k-128k while K and V take at most 40 GB, pages of 16 and 256, ragged batches, too:
+           ours over max(launch, min(FA3 with automatic splits, 1.1 x floor)). Floor: bytes of K and V over copy
+           bandwidth.
+           Launch: one kernel that does nothing, in a graph. All in CUDA graphs, K and V cold; what the layers of a step
+           share (our list of splits, FA3's metadata) is made before.
 prefill    whole causal sequences of 2k, 8k, 32k, at least 32k tokens: packed (training) and paged, TFLOP/s against FA3
 backward   the same, packed: ours against PyTorch's flash backward, deterministic and not, and FA3's
 dims       head dimensions 64 and 256: one decode and one prefill each
 chunks     prefill chunks and mixed batches: the contracts exact-v1 and exact-v1-fa3
+certify    (not part of all) certifies the shapes first, writes certificate-attention-MACHINE.json, and what it chose is
+           measured; without it the fastest is, or what --use names, and bits are compared at the measured points only
 table      no measurement: the tables of docs/attention.md from the result file
 
 Rows of parts not measured are kept from the result file while the kernels are the same. Points over the target are
-measured again for longer, and the second figure counts. Bits are compared with the reference at every point.
+measured again for longer, and the second figure counts. Bits of the forward are compared with the reference at every
+point.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ import numpy as np
 import torch
 
 from bench.attention_backward import backward_row
+from bench.attention_certificate import certify
 from bench.attention_points import (
     Call,
     Heads,
@@ -320,9 +325,11 @@ def measure(parts: list[str], rows: list[Row], names: list[str], machine: str, l
     if "dims" in parts:
         shapes += [AttentionShape(32, 8, dim, size) for dim in (64, 256) for size in (0, 16)]
     compile_attention(shapes, [*names, "reference"] if names else None)
+    if "certify" in parts:
+        chooser.found |= certify(shapes, chooser.available, RESULTS / f"certificate-attention-{machine}.json")
     limits = {"copy_bytes_per_second": copy_bandwidth(), "launch_seconds": launch_seconds()}
     print(f"ready after {time.perf_counter() - begin:.0f} s: {limits}", flush=True)
-    for part in parts:
+    for part in (part for part in PARTS if part in parts):
         for name, make in PARTS[part](chooser, limits):
             if time.perf_counter() - begin > limit_s:
                 missing.append(f"{part}, {name}: no time")
@@ -336,14 +343,16 @@ def measure(parts: list[str], rows: list[Row], names: list[str], machine: str, l
                 print(shown(rows[-1]), f" {time.perf_counter() - begin:.0f} s", flush=True)
         torch.cuda.empty_cache()
         summary = summary_of(rows, limits) | {"libraries": libraries(), "missing": missing}
-        path = write_result("attention", rows, summary, machine)
-    print(json.dumps(summary), f"\nwritten to {path}; {time.perf_counter() - begin:.0f} s", flush=True)
+        write_result("attention", rows, summary, machine)
+    print(
+        json.dumps(summary_of(rows, limits)), f"\nwritten to {RESULTS}; {time.perf_counter() - begin:.0f} s", flush=True
+    )
     return missing
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", default=["all"], choices=["all", "table", *PARTS])
+    parser.add_argument("--part", nargs="+", default=["all"], choices=["all", "certify", "table", *PARTS])
     parser.add_argument("--use", nargs="+", default=[], metavar="NAME", help="implementations to measure")
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="start no point after so long")
     parser.add_argument("--machine", default="h200", help="suffix of the result file")
@@ -352,7 +361,7 @@ def main() -> None:
         print(tables(json.loads((RESULTS / f"attention-{arguments.machine}.json").read_text())["rows"]))
         return
     determinism.apply()
-    parts = list(PARTS) if "all" in arguments.part else arguments.part
+    parts = [*PARTS, *arguments.part] if "all" in arguments.part else arguments.part
     kept = kept_rows(parts, arguments.machine)
     if missing := measure(parts, kept, arguments.use, arguments.machine, arguments.limit):
         raise SystemExit("not measured:\n" + "\n".join(missing))
