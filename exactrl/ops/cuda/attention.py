@@ -198,6 +198,7 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
             for tile in SPLIT
         ),
         *_compiled(),
+        *_hopper(),
     ]
     return {implementation.name: implementation for implementation in found}
 
@@ -215,6 +216,15 @@ def _compiled() -> list[AttentionImplementation]:
         )
         for tile in WARP_SPLIT
     ]  # fmt: skip
+
+
+def _hopper() -> list[AttentionImplementation]:
+    """The in-order kernel in CUDA C++, where it can be compiled."""
+    from exactrl.ops.cuda import hopper_attention, nvrtc
+
+    if not nvrtc.available():
+        return []
+    return [AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves)]
 
 
 def paged_attention(
