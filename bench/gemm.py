@@ -1,9 +1,10 @@
 """`python -m bench.gemm`: canonical linears on a GPU against cuBLAS as it comes.
 
 Certifies the shapes of four Qwen3 models, then measures what the certificate chose against cuBLAS with torch's default
-flags (split-K allowed), at every M to 16, every third to 256 and at powers of two to 16384. Weights are cold,
+flags (split-K allowed), at every M to 16, every seventh to 256 and at powers of two to 16384. Weights are cold,
 activations warm, both sides replay CUDA graphs in turn; a ratio is the median of pairwise ratios. Points under 0.95 are
 measured again for longer, and the second figure counts. Leaves: the same at powers of two, as time over one leaf.
+`--merge FILE` takes what this run did not measure from an earlier result; every row names its run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ MODELS = {
     "32B": (5120, 64, 8, 25600),
 }
 VOCABULARY, HEAD_DIM = 151936, 128
+OPS = ("qkv", "gate_up", "head", "o", "down")
+RUN = ("date", "git_revision", "command")
 REMEASURE = 0.95
 
 
@@ -121,29 +125,25 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def measured_rows(most: int, step: int = 3) -> list[int]:
+def measured_rows(most: int, step: int = 7) -> list[int]:
     """Where speed is measured: bits are compared at every number of rows to 256."""
     powers = [2**i for i in range(9, most.bit_length()) if 2**i <= most]
     return [m for m in (*range(1, 17), *range(18, 256, step), 256, *powers) if m <= most]
 
 
-def one_leaf(models: list[str], rows: Rows, available: Mapping[str, Implementation], begin: float):
-    """Results by (model, op) and one row per point."""
-    results, points = {}, []
-    for model in models:
-        for op, shape in shapes_of(model).items():
-            result = results[model, op] = certify_linear(shape, available, rows, linear_times)
-            row = speed_row(model, op, result, available, rows.most)
-            points.append(row)
-            worst = min(zip(row["speed_ratio"], row["m"], strict=True))
-            print(
-                f"{model:5} {op:8} {shape.k:>6} -> {shape.n:<7} speed {geometric_mean(row['speed_ratio']):5.2f}  worst "
-                f"{worst[0]:.3f} at {worst[1]} ({chosen(result, worst[1])})  compared {result.compared_elements:.1e}  "
-                f"refused {[r.implementation for r in result.refused]}  {time.perf_counter() - begin:4.0f} s",
-                flush=True,
-            )
-            torch.cuda.empty_cache()
-    return results, points
+def one_leaf(model: str, op: str, rows: Rows, available: Mapping[str, Implementation], begin: float):
+    """Certifies and measures one shape: its result and its row."""
+    result = certify_linear(shapes_of(model)[op], available, rows, linear_times)
+    row = speed_row(model, op, result, available, rows.most)
+    worst = min(zip(row["speed_ratio"], row["m"], strict=True))
+    print(
+        f"{model:5} {op:8} {result.shape.k:>6} -> {result.shape.n:<7} speed {geometric_mean(row['speed_ratio']):5.2f}  "
+        f"worst {worst[0]:.3f} at {worst[1]} ({chosen(result, worst[1])})  compared {result.compared_elements:.1e}  "
+        f"refused {[r.implementation for r in result.refused]}  {time.perf_counter() - begin:4.0f} s",
+        flush=True,
+    )
+    torch.cuda.empty_cache()
+    return result, row
 
 
 def with_leaves(models: list[str], rows: Rows, available: Mapping[str, Implementation], one: Mapping, begin: float):
@@ -205,46 +205,85 @@ def chosen_mismatches(results: Iterable[LinearResult]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--max-rows", type=int, default=16384)
-    parser.add_argument("--no-leaves", action="store_true", help="only one leaf")
-    parser.add_argument("--machine", default="h200", help="suffix of the result file")
-    arguments = parser.parse_args()
+    arguments = parsed()
     begin = time.perf_counter()
     determinism.apply()
     rows, available = Rows(most=arguments.max_rows), implementations()
-    every = [
-        s
-        for m in arguments.models
-        for leaves in ((1,) if arguments.no_leaves else (1, 2, 4, 8))
-        for s in shapes_of(m, leaves).values()
-    ]
+    leaves = () if arguments.no_leaves else (2, 4, 8)
+    pairs = [(model, op) for op in arguments.ops for model in arguments.models]
+    every = [shapes_of(model)[op] for model, op in pairs]
+    every += [s for model in arguments.models for n in leaves for s in shapes_of(model, n).values()]
     compile_all(list(dict.fromkeys(every)), rows.checked())
     print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     one: dict[Any, LinearResult] = {}
     points: list[dict[str, Any]] = []
     mismatched = 0
-    for model in arguments.models:  # what is measured is kept, should the rest be cut short
-        found, rows_found = one_leaf([model], rows, available, begin)
-        mismatched += chosen_mismatches(found.values())
-        one, points = one | found, points + rows_found
-        write(points, [], list(one.values()), mismatched, arguments.machine)
-    if not arguments.no_leaves:
+    for i, (model, op) in enumerate(pairs):  # what is measured is kept, should the rest be cut short
+        if time.perf_counter() - begin > arguments.seconds:
+            print(f"not measured, --seconds {arguments.seconds} are over: {pairs[i:]}", flush=True)
+            break
+        one[model, op], row = one_leaf(model, op, rows, available, begin)
+        points.append(row)
+        mismatched += chosen_mismatches([one[model, op]])
+        write(points, [], list(one.values()), mismatched, arguments)
+    if leaves:
         more, leaf_points = with_leaves(arguments.models, rows, available, one, begin)
         mismatched += chosen_mismatches(more.values())
-        write(points, leaf_points, [*one.values(), *more.values()], mismatched, arguments.machine)
+        write(points, leaf_points, [*one.values(), *more.values()], mismatched, arguments)
     print(f"{time.perf_counter() - begin:.0f} s")
 
 
-def write(points: list[dict], leaf_points: list[dict], results: list[LinearResult], mismatched: int, name: str) -> None:
-    """Result file and certificate; prints the summary."""
-    summary = summary_of(points, leaf_points) | {
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS, help="measured in this order")
+    parser.add_argument("--max-rows", type=int, default=16384)
+    parser.add_argument("--no-leaves", action="store_true", help="only one leaf")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no further shape is begun")
+    parser.add_argument("--merge", type=earlier_result, help="an earlier result, for what this run does not measure")
+    parser.add_argument("--machine", default="h200", help="suffix of the result file")
+    arguments = parser.parse_args()
+    if not arguments.no_leaves and (not set(arguments.ops) >= {"o", "down"} or arguments.seconds != math.inf):
+        parser.error("leaves are measured against one leaf: leave --ops and --seconds out, or add --no-leaves")
+    return arguments
+
+
+def earlier_result(path: str) -> dict[str, Any]:
+    return json.loads(Path(path).read_text())
+
+
+def merged(points: list[dict], old: dict[str, Any] | None) -> tuple[list[dict], list[dict]]:
+    """(rows, runs): `points`, whose run comes last, after the rows of `old` that they do not replace."""
+    if old is None:
+        return points, []
+    runs = old.get("runs", []) or [{key: old[key] for key in (*RUN, "versions") if key in old}]
+    key = lambda row: (row["model"], row["op"], row["leaves"])  # noqa: E731
+    measured = {key(row) for row in points}
+    kept = [{"run": 0, **row} for row in old["rows"] if key(row) not in measured]
+    return [*kept, *({"run": len(runs), **row} for row in points)], runs
+
+
+def write(
+    points: list[dict],
+    leaf_points: list[dict],
+    results: list[LinearResult],
+    mismatched: int,
+    arguments: argparse.Namespace,
+) -> None:
+    """Result file and certificate; prints the summary. Elements are those compared in this run."""
+    rows, runs = merged([*points, *leaf_points], arguments.merge)
+    summary = summary_of(
+        [row for row in rows if "speed_ratio" in row], [row for row in rows if "time_over_one_leaf" in row]
+    ) | {
         "mismatched_elements": mismatched,
         "compared_elements": sum(r.compared_elements for r in results),
     }
-    path = write_result("gemm", [*points, *leaf_points], summary, name)
-    certificate = path.with_name(f"certificate-{name}.json")
+    path = write_result("gemm", rows, summary, arguments.machine)
+    if runs:
+        content = json.loads(path.read_text())
+        content["runs"] = [*runs, {key: content[key] for key in (*RUN, "versions")}]
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    certificate = path.with_name(f"certificate-{arguments.machine}.json")
     certificate.write_text(certificate_json(machine(), [r.to_json() for r in results]))
     print(json.dumps(summary), f"\nwritten to {path} and {certificate}", flush=True)
 

@@ -41,16 +41,18 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """Commit of the source tree the package runs from, "+dirty" when it has changes; None without git."""
+    """Commit of the source tree the package runs from, "+dirty" when it has changes. Of a copy that git does not know
+    EXACTRL_GIT_REVISION, which whoever made the copy sets; else None."""
+    given = os.environ.get("EXACTRL_GIT_REVISION")
     folder = Path(__file__).parent.parent
     try:
         run = lambda *a: subprocess.run(("git", "-C", str(folder), *a), capture_output=True, text=True, timeout=10)  # noqa: E731
+        if run("ls-files", "--error-unmatch", "--", __file__).returncode:
+            return given
         commit = run("rev-parse", "HEAD")
-        if commit.returncode:
-            return None
         changed = run("status", "--porcelain", "--", str(folder)).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        return None
+        return given
     return commit.stdout.strip() + ("+dirty" if changed else "")
 
 

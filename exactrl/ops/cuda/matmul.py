@@ -15,11 +15,11 @@ from importlib.util import find_spec
 import torch
 
 from exactrl.contract import LinearShape
+from exactrl.ops.cuda import nvrtc, wgmma_matmul
 from exactrl.ops.cuda.tiles import LEAF_PAIRS, LEAF_PARALLEL, LEAF_REFERENCE, REFERENCE, TUNED, Tile
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.dtype, int], torch.Tensor]
 F32 = torch.float32
-LIBRARIES = ("cublas", "deepgemm", "deepgemm-padded")
 PADDING = 64
 ALIGNMENT = 8  # elements: the bulk copy engine wants strides in multiples of 16 bytes
 
@@ -119,6 +119,11 @@ def implementations() -> dict[str, Implementation]:
         *(_offered("triton-leaf", tile, 1, lambda leaves: leaves > 1) for tile in LEAF_PARALLEL),
         *(_offered("triton-pair", tile, 2, lambda leaves: leaves > 1) for tile in LEAF_PAIRS),
     ]
+    if nvrtc.available():
+        found += [
+            Implementation(f"cuda:{cut}", partial(wgmma_matmul.matmul, cut=cut), partial(wgmma_matmul.fits, cut))
+            for cut in wgmma_matmul.every_cut()
+        ]
     if find_spec("deep_gemm") is not None:
         found += [
             Implementation("deepgemm", deepgemm, _deepgemm_serves),

@@ -34,6 +34,15 @@ def available() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+def load_compiler() -> None:
+    """Maps NVRTC into this process, where cuda-bindings are installed."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        return
+    _checked(nvrtc.nvrtcVersion())
+
+
 def compile_cubin(source: str, name: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
     """(machine code, compiler's log) of one source text; `name` is the file that messages show. Needs no GPU.
 
@@ -80,8 +89,8 @@ def _keep(path: Path, code: bytes) -> None:
 
 
 class Kernel:
-    """One `extern "C"` function. `shared` is the dynamic shared memory of every launch, in bytes; `label` is the name of
-    the source in messages and in the cache."""
+    """One `extern "C"` function. `shared` is the dynamic shared memory of every launch, in bytes; `label` names the
+    source in messages and in the cache."""
 
     def __init__(
         self, source: str, function: str, options: Sequence[str] = (), shared: int = 0, label: str = ""

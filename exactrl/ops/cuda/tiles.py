@@ -33,7 +33,6 @@ LEAF_REFERENCE = Tile(64, 64, 64, 4, 3)
 # Most were chosen greedily from 94 on one H200, for the best mean over o, qkv and down projections of Qwen3-0.6B to 32B
 # at 1 to 256 rows, weights cold (docs/log.md). Above 256 rows the libraries are faster.
 TUNED = (
-    Tile(16, 16, 256, 2, 8, max_rows=32),
     Tile(16, 64, 128, 4, 8, swap=True, max_rows=32),
     Tile(16, 64, 128, 4, 8, swap=True, tma="w", max_rows=32),
     Tile(16, 64, 128, 4, 8, swap=True, tma="xw", max_rows=32),
@@ -42,15 +41,11 @@ TUNED = (
     Tile(32, 64, 128, 4, 8, swap=True, tma="w", max_rows=32),
     Tile(32, 64, 128, 4, 8, swap=True, tma="xw", max_rows=64),
     Tile(32, 64, 256, 4, 4, swap=True, tma="xw", max_rows=64),
-    Tile(64, 16, 256, 4, 4, tma="xw", max_rows=256),
-    Tile(64, 32, 128, 4, 8, tma="w", max_rows=64),
     Tile(64, 32, 256, 4, 4, tma="xw", max_rows=256),
     Tile(64, 64, 128, 4, 6, tma="w", max_rows=64),
     Tile(64, 64, 128, 4, 6, tma="xw", max_rows=256),
     Tile(64, 64, 64, 4, 4, tma="xw", max_rows=256),
-    Tile(64, 64, 64, 4, 6, tma="xw", max_rows=256),
     Tile(64, 128, 64, 4, 8, tma="xw", max_rows=256),
-    Tile(64, 128, 64, 8, 8, swap=True, tma="xw", max_rows=256),
 )
 
 # One program per leaf: the leaves run in parallel, which at few rows hides what the tree costs.
