@@ -14,7 +14,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,14 @@ class Contract:
     def digest(self) -> str:
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
 
+    @property
+    def attention(self) -> str:
+        """Whose order attention has: "canonical", or "fa3" (Flash Attention 3 with num_splits=1; GPUs only)."""
+        return "fa3" if self.name == FA3 else "canonical"
 
-CONTRACTS = {"exact-v1": Contract()}
+
+FA3 = "exact-v1-fa3"
+CONTRACTS = {"exact-v1": Contract(), FA3: Contract(name=FA3)}
 
 
 def get_contract(name: str, *, k_leaves: int = 1, residual_dtype: str = "bfloat16") -> Contract:
@@ -73,7 +79,7 @@ def noise_key(seed: int, stream: str, step: int, retry: int, row_id: str, sample
     return int.from_bytes(hashlib.blake2b(head + row + stream.encode(), digest_size=8).digest(), "little")
 
 
-CERTIFICATE_FORMAT = 1
+CERTIFICATE_FORMAT = 2  # 1 had no attention
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -90,6 +96,29 @@ class LinearShape:
         return f"linear {self.k} -> {self.n} ({self.out_dtype}{leaves})"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class AttentionShape:
+    """Causal attention of `heads` query heads that share `kv_heads`; bf16. `page_size` 0: packed K and V, no pages.
+    `order` as Contract.attention."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int = 0
+    kv_split: int = 512
+    kv_block: int = 64
+    order: str = "canonical"
+
+    def __str__(self) -> str:
+        pages = f"pages of {self.page_size}" if self.page_size else "packed"
+        order = "" if self.order == "canonical" else f"{self.order}, "
+        return f"attention {self.heads}/{self.kv_heads} x {self.dim} ({order}{pages})"
+
+
+ATTENTION_KINDS = ("split", "in_order")
+"""Few rows of a sequence, its KV splits in parallel; any number of rows, splits one after another. Same bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The fastest implementation that was bit-exact at every checked number of rows in m_min … m_max."""
@@ -101,10 +130,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What may run on one machine: for each shape, ranges of rows without gaps, from 1 upwards."""
+    """What may run on one machine: for each linear, ranges of rows without gaps, from 1 upwards; for each attention one
+    implementation of each kind."""
 
     machine: Mapping[str, str]
     linears: Mapping[LinearShape, tuple[Choice, ...]]
+    attention: Mapping[AttentionShape, Mapping[str, str]] = field(default_factory=dict)
+
+    def attends(self, shape: AttentionShape, kind: str) -> str:
+        """The implementation of this kind. Raises CertificationError where none is certified."""
+        assert kind in ATTENTION_KINDS, kind
+        if name := self.attention.get(shape, {}).get(kind):
+            return name
+        raise CertificationError(
+            f"no {kind} kernel is certified for {shape} on this machine; run: exactrl certify MODEL"
+        )
 
     def max_rows(self, shape: LinearShape) -> int:
         return self._choices(shape)[-1].m_max
@@ -162,20 +202,26 @@ def read_certificate(machine: Mapping[str, str]) -> Certificate:
         )
         for entry in content["linears"]
     }
-    return Certificate(content["machine"], linears)
+    attention = {AttentionShape(**entry["shape"]): dict(entry["choices"]) for entry in content["attention"]}
+    return Certificate(content["machine"], linears, attention)
 
 
 def load_certificate(path: Path) -> dict[str, Any]:
-    """A certificate file as it stands. Raises CertificationError when it cannot be read or has another format."""
+    """A certificate file, older formats as if written in the present one.
+
+    Raises CertificationError when it cannot be read or has another format.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CertificationError(
             f"{path} cannot be read ({error}); delete it and run: exactrl certify MODEL"
         ) from error
+    if isinstance(content, dict) and content.get("format") == 1:
+        content = {**content, "format": CERTIFICATE_FORMAT, "attention": []}
     if not isinstance(content, dict) or content.get("format") != CERTIFICATE_FORMAT:
         raise CertificationError(
-            f"{path} is no certificate of format {CERTIFICATE_FORMAT}; delete it and run: exactrl certify MODEL"
+            f"{path} is no certificate of format 1 to {CERTIFICATE_FORMAT}; delete it and run: exactrl certify MODEL"
         )
     return content
 

@@ -11,6 +11,7 @@ from exactrl.cli.options import NoColor, Quiet, Verbose, console, is_interactive
 
 if TYPE_CHECKING:
     from exactrl.parity.certify import LinearResult
+    from exactrl.parity.certify_attention import AttentionResult
 
 EXAMPLE = "Example: exactrl certify path/to/Qwen3-4B --k-leaves 2"
 
@@ -34,7 +35,8 @@ def certify(
     verbose: Verbose = False,
     no_color: NoColor = False,
 ) -> None:
-    """Certify this machine's GPU kernels for a model's shapes: bits compared, survivors timed, certificate written."""
+    """Certify this machine's GPU kernels, linears and attention, for a model's shapes: bits compared, survivors timed,
+    certificate written."""
     launch = late_import("exactrl.launch.certifying")
     rows = late_import("exactrl.parity.certify").Rows(decode_rows, max(decode_rows, max_rows))
     screen = console(ctx.obj, stderr=as_json)
@@ -45,15 +47,25 @@ def certify(
             for line in lines(result):
                 screen.print(line, soft_wrap=True, markup=False)
 
-    done = launch.certify(model, k_leaves=k_leaves, rows=rows, on_linear=show)
+    def show_attention(result: AttentionResult) -> None:
+        if not silent:
+            for line in attention_lines(result):
+                screen.print(line, soft_wrap=True, markup=False)
+
+    done = launch.certify(model, k_leaves=k_leaves, rows=rows, on_linear=show, on_attention=show_attention)
     if as_json:
-        typer.echo(json.dumps({"path": str(done.path), "linears": [r.to_json() for r in done.results]}, indent=2))
+        found = {"linears": [r.to_json() for r in done.results], "attention": [r.to_json() for r in done.attention]}
+        typer.echo(json.dumps({"path": str(done.path), **found}, indent=2))
         return
     compared = sum(result.compared_elements for result in done.results)
     refused = sum(len(result.refused) for result in done.results)
+    rows_compared = sum(result.compared_rows for result in done.attention)
+    refused_attention = sum(len(result.refused) for result in done.attention)
     typer.echo(
         f"{len(done.results)} linears certified; {compared:,} values compared; "
-        f"{refused} implementations refused for some rows\ncertificate: {done.path}"
+        f"{refused} implementations refused for some rows\n"
+        f"{len(done.attention)} shapes of attention certified; {rows_compared:,} rows compared; "
+        f"{refused_attention} implementations refused\ncertificate: {done.path}"
     )
 
 
@@ -70,4 +82,13 @@ def lines(result: LinearResult) -> list[str]:
             speed = f", {ratio:.2f} of cuBLAS's speed" if ratio else ""
             found.append(f"  {first:>6} to {choice.m_max:<6} rows  {choice.implementation}{speed}")
             start = i + 1
+    return [*found, *(f"  refused: {refusal}" for refusal in result.refused)]
+
+
+def attention_lines(result: AttentionResult) -> list[str]:
+    """What attends, by kind, with its time at each workload, and who was refused, with the first difference."""
+    found = [f"{result.shape}: {result.compared_rows:,} rows compared"]
+    for kind, name in result.choices.items():
+        times = ", ".join(f"{work} {t[name] * 1e6:.0f} us" for work, t in result.seconds[kind].items())
+        found.append(f"  {kind:8}  {name}{'  ' + times if times else ''}")
     return [*found, *(f"  refused: {refusal}" for refusal in result.refused)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from exactrl.contract import Contract
+from exactrl.errors import ConfigError
 from exactrl.ops import embedding, head, linear, norm, qkv, swiglu
 from exactrl.ops.cpu.simd import LANES
 from exactrl.ops.weight import Weight
@@ -24,6 +25,11 @@ class Ops:
     exact: bool = True
 
     def __post_init__(self) -> None:
+        if self.contract.attention != "canonical":
+            raise ConfigError(
+                f"contract {self.contract.name!r} is attention by Flash Attention 3, which runs on GPUs only; "
+                "use 'exact-v1'"
+            )
         assert self.contract.lanes == LANES, (
             f"the kernels add rows in {LANES} lanes, the contract asks for {self.contract.lanes}"
         )

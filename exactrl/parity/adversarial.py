@@ -21,7 +21,7 @@ def linear_inputs(
         x = torch.randn(m, shape.k, generator=g, device=device)
         w = torch.randn(shape.n, shape.k, generator=g, device=device).mul_(shape.k**-0.5)
         return x.bfloat16(), w.bfloat16()
-    return _adversarial(m, shape.k, g), _adversarial(shape.n, shape.k, g)
+    return mixed(m, shape.k, g), mixed(shape.n, shape.k, g)
 
 
 def _large_exponents(n: int, k: int, g: torch.Generator) -> torch.Tensor:
@@ -57,13 +57,20 @@ def _plain(n: int, k: int, g: torch.Generator) -> torch.Tensor:
     return torch.randn(n, k, generator=g, device=g.device)
 
 
-MAKERS: tuple[Make, ...] = (_large_exponents, _plain, _denormals, _zeros, _equal, _one_hot)
+MAKERS: dict[str, Make] = {
+    "large exponents": _large_exponents,
+    "random": _plain,
+    "denormals": _denormals,
+    "zeros": _zeros,
+    "equal rows": _equal,
+    "one-hot": _one_hot,
+}
 
 
-def _adversarial(n: int, k: int, g: torch.Generator) -> torch.Tensor:
+def mixed(n: int, k: int, g: torch.Generator) -> torch.Tensor:
     """[n, k] bf16 whose rows are of each kind in turn, the first with large exponents."""
     out = torch.empty(n, k, dtype=torch.bfloat16, device=g.device)
-    for i, make in enumerate(MAKERS):
+    for i, make in enumerate(MAKERS.values()):
         rows = len(range(i, n, len(MAKERS)))
         if rows:
             out[i :: len(MAKERS)] = make(rows, k, g).bfloat16()

@@ -9,10 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exactrl.contract import CERTIFICATE_FORMAT, LinearShape, certificate_folder, certificate_path, load_certificate
+from exactrl.contract import (
+    CERTIFICATE_FORMAT,
+    AttentionShape,
+    LinearShape,
+    certificate_folder,
+    certificate_path,
+    load_certificate,
+)
 from exactrl.errors import EnvironmentProblem
 from exactrl.model.config import ModelConfig
 from exactrl.parity.certify import LinearResult
+from exactrl.parity.certify_attention import AttentionResult
+
+PAGE_SIZES = (0, 16, 32, 64, 128, 256)  # 0: packed, as in training
 
 
 def linear_shapes(config: ModelConfig, leaves: int = 1) -> dict[str, LinearShape]:
@@ -28,17 +38,27 @@ def linear_shapes(config: ModelConfig, leaves: int = 1) -> dict[str, LinearShape
     }
 
 
-def write_certificate(machine: Mapping[str, str], results: Sequence[LinearResult]) -> Path:
-    """Adds `results` to the machine's certificate; a shape certified again replaces what was there.
+def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
+    """A model's attention, packed and with every size of page."""
+    return [AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, size) for size in PAGE_SIZES]
+
+
+def write_certificate(
+    machine: Mapping[str, str], results: Sequence[LinearResult] = (), attention: Sequence[AttentionResult] = ()
+) -> Path:
+    """Adds results to the machine's certificate; a shape certified again replaces what was there.
 
     Raises EnvironmentProblem when the cache folder cannot be written.
     """
     path = certificate_path(machine)
-    kept = {}
-    if path.exists():
-        kept = {LinearShape(**entry["shape"]): entry for entry in load_certificate(path)["linears"]}
-    kept |= {result.shape: result.to_json() for result in results}
-    content = certificate_json(machine, [kept[shape] for shape in sorted(kept)])
+    before = load_certificate(path) if path.exists() else {"linears": [], "attention": []}
+    linears = {LinearShape(**entry["shape"]): entry for entry in before["linears"]}
+    linears |= {result.shape: result.to_json() for result in results}
+    attends = {AttentionShape(**entry["shape"]): entry for entry in before["attention"]}
+    attends |= {result.shape: result.to_json() for result in attention}
+    content = certificate_json(
+        machine, [linears[shape] for shape in sorted(linears)], [attends[shape] for shape in sorted(attends)]
+    )
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,20 +69,31 @@ def write_certificate(machine: Mapping[str, str], results: Sequence[LinearResult
     return path
 
 
-def certificate_json(machine: Mapping[str, str], linears: Sequence[dict[str, Any]]) -> str:
+def certificate_json(
+    machine: Mapping[str, str], linears: Sequence[dict[str, Any]], attention: Sequence[dict[str, Any]] = ()
+) -> str:
     content = {
         "format": CERTIFICATE_FORMAT,
         "date": datetime.date.today().isoformat(),
         "machine": dict(machine),
         "linears": list(linears),
+        "attention": list(attention),
     }
     return json.dumps(content, indent=1) + "\n"
 
 
 def shapes_certified_before(device: str) -> list[LinearShape]:
     """Those in the newest certificate of this device, whatever its libraries were; empty without one."""
+    return [LinearShape(**entry["shape"]) for entry in _newest(device)["linears"]]
+
+
+def attention_certified_before(device: str) -> list[AttentionShape]:
+    return [AttentionShape(**entry["shape"]) for entry in _newest(device)["attention"]]
+
+
+def _newest(device: str) -> dict[str, Any]:
     files = sorted(certificate_folder().glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for content in map(load_certificate, files):
         if content["machine"].get("device") == device:
-            return [LinearShape(**entry["shape"]) for entry in content["linears"]]
-    return []
+            return content
+    return {"linears": [], "attention": []}

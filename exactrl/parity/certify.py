@@ -188,7 +188,7 @@ def _choose(
         }  # fmt: skip
         assert products, f"nothing serves {result.shape} at {end} rows"
         measured = [dict(times(result.shape, products, m)) for m in dict.fromkeys((start, end))]
-        result.choices.append(Choice(start, end, _best(measured)))
+        result.choices.append(Choice(start, end, best(measured)))
         result.seconds[end] = measured[-1]
         start = end + 1
 
@@ -208,7 +208,7 @@ def _broken(
     return found
 
 
-def _best(measured: Sequence[Mapping[str, float]]) -> str:
+def best(measured: Sequence[Mapping[str, float]]) -> str:
     """The implementation whose worst time over the fastest, at the two ends of a range, is smallest."""
     fastest = [min(times.values()) for times in measured]
     return min(measured[0], key=lambda name: max(t[name] / best for t, best in zip(measured, fastest, strict=True)))
@@ -265,12 +265,12 @@ def _refusal(
         return Refusal(name, m, kind, NOWHERE, "other bits every time", "", where[case], failing_rows)
     row, column = (int(i) for i in at[0])
     return Refusal(
-        name, m, kind, (row, column), _bits(found[row, column]), _bits(expected[row, column]), where[case],
+        name, m, kind, (row, column), bits(found[row, column]), bits(expected[row, column]), where[case],
         failing_rows,
     )  # fmt: skip
 
 
-def _bits(value: torch.Tensor) -> str:
+def bits(value: torch.Tensor) -> str:
     """0x3f80 (1)"""
     width = value.element_size()
     pattern = int(value.reshape(1).view({2: torch.int16, 4: torch.int32}[width]).item()) & ((1 << 8 * width) - 1)

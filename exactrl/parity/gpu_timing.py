@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from exactrl.contract import LinearShape
 from exactrl.ops.cuda.matmul import Product
 from exactrl.parity.adversarial import linear_inputs
 
+T = TypeVar("T")
 KEPT_BYTES = 40_000_000_000
 COLD_BYTES = 160_000_000  # three times the L2 of an H200
 
@@ -27,9 +28,7 @@ def cold_copies(w: torch.Tensor, most: int = 64) -> list[torch.Tensor]:
     return [w, *(w.clone() for _ in range(count - 1))]
 
 
-def capture(
-    function: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], pool: Any
-) -> torch.cuda.CUDAGraph:
+def capture(function: Callable[[T], object], weights: Sequence[T], pool: Any) -> torch.cuda.CUDAGraph:
     """A graph that calls `function` on each of `weights` in turn, after a warm-up outside the graph. Graphs with one
     `pool` write their results to the same memory.
 
@@ -40,9 +39,11 @@ def capture(
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool)
-        for w in weights:
-            function(w)
-        graph.capture_end()
+        try:
+            for w in weights:
+                function(w)
+        finally:  # or nothing can be captured after a function that fails
+            graph.capture_end()
     return graph
 
 

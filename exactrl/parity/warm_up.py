@@ -9,9 +9,11 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 
+import numpy as np
 import torch
 
-from exactrl.contract import LinearShape
+from exactrl.contract import AttentionShape, LinearShape
+from exactrl.ops.cuda.attention import AttentionRows, attention_implementations
 from exactrl.ops.cuda.matmul import implementations
 
 MOST_OUTPUTS = 1 << 30  # of one product: several processes share the memory; the rest compiles when it is met
@@ -25,6 +27,31 @@ def compile_all(shapes: Sequence[LinearShape], ms: Sequence[int], processes: int
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         for done in [pool.submit(_run, *task) for task in tasks(shapes, ms)]:
             done.result()
+
+
+def compile_attention(
+    shapes: Sequence[AttentionShape], names: Sequence[str] | None = None, processes: int | None = None
+) -> None:
+    """Runs every canonical implementation, or those of `names`, once for each shape."""
+    canonical = [shape for shape in shapes if shape.order == "canonical"]
+    found = {name: i for name, i in attention_implementations().items() if names is None or name in names}
+    each = [(shape, name) for shape in canonical for name, i in found.items() if i.serves(shape)]
+    count = processes or max(1, min(14, (os.cpu_count() or 1) - 1))
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        for done in [pool.submit(_attend, *task) for task in each]:
+            done.result()
+
+
+def _attend(shape: AttentionShape, name: str) -> None:
+    """One row of one sequence, with and without log-sum-exp."""
+    q = torch.zeros(1, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
+    kv = q.new_zeros(*((1, shape.page_size) if shape.page_size else (1,)), shape.kv_heads, shape.dim)
+    tables = np.zeros((1, 1), np.int32) if shape.page_size else None
+    rows, attend = AttentionRows.build(np.ones(1), np.ones(1), tables), attention_implementations()[name].attend
+    for lse in (torch.empty(shape.heads, 1, device="cuda"), None):
+        with suppress(Exception):  # certify runs it again and refuses it by name
+            attend(q, kv, kv, rows, torch.empty_like(q), lse, np.zeros(1, np.int64))
+    torch.cuda.synchronize()
 
 
 def tasks(shapes: Sequence[LinearShape], ms: Sequence[int]) -> list[Task]:

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import torch
 
-LOADED = ("libcublas.so", "libcublasLt.so")
+from exactrl.ops.cuda import nvrtc
+
+LOADED = ("libcublas.so", "libcublasLt.so", "libnvrtc")
 
 
 @functools.cache
 def machine() -> dict[str, str]:
     """What must be unchanged for a certificate to hold. Digests are of file contents, as loaded in this process.
 
-    Needs a GPU. cuBLAS is found among the mapped files of this process, so that a replaced library is seen whatever its
-    version says.
+    Needs a GPU. cuBLAS and NVRTC are found among the mapped files of this process, so that a replaced library is seen
+    whatever its version says.
     """
     major, minor = torch.cuda.get_device_capability()
     libraries = {path.name.split(".so")[0]: _file_digest(path) for path in _loaded_libraries()}
@@ -34,6 +36,7 @@ def machine() -> dict[str, str]:
         "kernels": kernels_digest(),
         **libraries,
         **({"deep_gemm": _deep_gemm()} if find_spec("deep_gemm") else {}),
+        **({"flash_attn_3": _flash_attn_3()} if find_spec("flash_attn_3") else {}),
     }
 
 
@@ -60,6 +63,7 @@ def driver_version() -> str:
 def _loaded_libraries() -> list[Path]:
     torch.zeros(1, device="cuda")  # a context for the next line
     torch.cuda.current_blas_handle()  # loads cuBLAS
+    nvrtc.load_compiler()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     return sorted(Path(p) for p in mapped if Path(p).name.startswith(LOADED))
 
@@ -78,6 +82,11 @@ def _deep_gemm() -> str:
     headers = sorted((folder / "include" / "deep_gemm").rglob("*.cuh"))
     compiled = sorted(folder.glob("*.so"))
     return _digest([_file_digest(path).encode() for path in (*compiled, *headers)])
+
+
+def _flash_attn_3() -> str:
+    folder = Path(next(iter(find_spec("flash_attn_3").submodule_search_locations)))  # type: ignore[union-attr,arg-type]
+    return _digest([_file_digest(path).encode() for path in sorted(folder.glob("*.so"))])
 
 
 def _file_digest(path: Path) -> str:

@@ -34,6 +34,15 @@ def available() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+def load_compiler() -> None:
+    """Maps NVRTC into this process, where cuda-bindings are installed."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        return
+    _checked(nvrtc.nvrtcVersion())
+
+
 def compile_cubin(source: str, name: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
     """(machine code, compiler's log) of one source text; `name` is the file that messages show. Needs no GPU.
 
@@ -80,22 +89,25 @@ def _keep(path: Path, code: bytes) -> None:
 
 
 class Kernel:
-    """One `extern "C"` function. `shared` is the dynamic shared memory of every launch, in bytes."""
+    """One `extern "C"` function. `shared` is the dynamic shared memory of every launch, in bytes; `label` names the
+    source in messages and in the cache."""
 
-    def __init__(self, source: str, function: str, options: Sequence[str] = (), shared: int = 0) -> None:
+    def __init__(
+        self, source: str, function: str, options: Sequence[str] = (), shared: int = 0, label: str = ""
+    ) -> None:
         assert shared <= MAX_SHARED, (function, shared)
         from cuda.bindings import driver
 
         torch.cuda.current_stream()  # makes torch's context the current one
         self._shared = shared
-        self._module = _checked(driver.cuModuleLoadData(cached_cubin(source, function, options)))
+        self._module = _checked(driver.cuModuleLoadData(cached_cubin(source, label or function, options)))
         self._function = _checked(driver.cuModuleGetFunction(self._module, function.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(self._function, attribute, shared))
 
     def launch(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], cluster: int = 1) -> None:
-        """Arguments: tensors (their pointer), TensorMap (by value), int (int32), float (float32). `cluster` blocks
-        along x share a cluster."""
+        """Arguments: tensors (their pointer), TensorMap and ctypes.Structure (by value), int (int32), float
+        (float32). `cluster` blocks along x share a cluster."""
         from cuda.bindings import driver
 
         values = [_argument(a) for a in arguments]
@@ -126,9 +138,7 @@ def tensor_map(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int], bo
     assert t.dtype == torch.bfloat16, t.dtype
     assert strides[0] == 1, strides
     assert box[0] * 2 <= SWIZZLE_BYTES, box
-    assert all(s * 2 % 16 == 0 for s in strides[1:]), (
-        f"the copy engine wants strides in multiples of 16 bytes: {strides}"
-    )
+    assert all(s * 2 % 16 == 0 for s in strides[1:]), strides
     assert t.data_ptr() % 16 == 0, "the copy engine wants addresses in multiples of 16 bytes"
     return _tensor_map(t.data_ptr(), tuple(shape), tuple(strides), tuple(box))
 
@@ -157,7 +167,7 @@ def _tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], 
 def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return ctypes.c_void_p(value.data_ptr())
-    if isinstance(value, TensorMap):
+    if isinstance(value, (TensorMap, ctypes.Structure)):
         return value
     if isinstance(value, float):
         return ctypes.c_float(value)

@@ -1,0 +1,68 @@
+"""How Triton attention kernels may cut their work, and which cuts are offered. A tile changes no bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """`rows` query rows (positions x grouped heads) of one program; `ctas` programs on each multiprocessor share the
+    list of splits; `tma` loads blocks without mask through the bulk copy engine."""
+
+    rows: int
+    warps: int
+    stages: int
+    ctas: int = 0
+    tma: bool = False
+
+    def shared_bytes(self, dim: int) -> int:
+        """Of a program with splits in parallel: blocks of K and V in flight, and about 20 KB for q and P."""
+        return (self.stages - 1) // 2 * 2 * 64 * dim * 2 + 300 * self.rows + 4 * self.rows * dim
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows}-w{self.warps}-s{self.stages}"
+            + (f"-c{self.ctas}" if self.ctas else "")
+            + ("-tma" if self.tma else "")
+        )
+
+
+IN_ORDER = (
+    AttentionTile(64, 4, 3),
+    AttentionTile(128, 8, 3),
+    AttentionTile(128, 8, 3, tma=True),
+)
+SPLIT = (
+    AttentionTile(16, 4, 3, ctas=4),
+    AttentionTile(16, 4, 5, ctas=3),
+    AttentionTile(16, 4, 7, ctas=2),
+    AttentionTile(16, 8, 5, ctas=1),
+    AttentionTile(32, 4, 5, ctas=2),
+    AttentionTile(64, 4, 3, ctas=2),
+    AttentionTile(64, 8, 3, ctas=1),
+)
+"""A page number is loaded two stages before its keys and these two before their use: s3, s5, s7 keep 1, 2, 3 blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarpTile:
+    """The CUDA C++ kernel in which a warp takes a split: `keys` (16 or 32) of one copy, `ring` copies that a warp
+    holds, `ctas` blocks of WARPS warps on each multiprocessor."""
+
+    keys: int
+    ring: int
+    ctas: int
+
+    def __str__(self) -> str:
+        return f"{self.keys}x{self.ring}-c{self.ctas}"
+
+    def shared_bytes(self, dim: int) -> int:
+        """Of a block."""
+        return 1024 + WARPS * self.ring * self.keys * dim * 2
+
+
+WARPS = 4
+WARP_ROWS = 8
+"""Rows x grouped heads of one sequence that the CUDA C++ kernel takes: the narrow side of the matrix unit."""
+WARP_SPLIT = (WarpTile(16, 6, 2), WarpTile(16, 4, 3), WarpTile(32, 3, 2), WarpTile(32, 3, 4), WarpTile(16, 6, 1))

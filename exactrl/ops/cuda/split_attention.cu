@@ -1,0 +1,387 @@
+// Attention with the KV splits in parallel on sm_90: at most eight rows (positions x grouped heads) for each sequence.
+// Same bits as triton_attention.py's reference; every rounding below is one of the definition in attention.py.
+//
+// A warp takes one split of one (sequence, kv head) at a time and needs no other warp for it: scores and output are
+// computed transposed, keys and head dimension on the wide side of the matrix unit, rows on the narrow one. Each warp has
+// the bulk copy engine fill a ring of its own with keys and values, across the borders of blocks and splits. The warps of
+// a block take heads of the same split, so that a multiprocessor reads few pages at a time. Whoever finishes the last split
+// of a (sequence, kv head) has its block merge them all, ascending.
+//
+// Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one copy), RING (copies a warp holds), WARPS.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+constexpr int D = DIM, GROUP = HEADS / KV_HEADS, SPLIT = 512, BLOCK = 64, LANES = 32;
+constexpr int TILES = KEYS / 16, CHUNKS = BLOCK / KEYS;  // of 16 keys in a chunk; chunks of K in a block
+constexpr int ROW_BYTES = D * 2, SEGMENTS = ROW_BYTES / 16, CHUNK_BYTES = KEYS * ROW_BYTES, STEPS = D / 16;
+constexpr int BOX = KEYS < PAGE_SIZE ? KEYS : PAGE_SIZE, REGIONS = D / 64, UNROLL = 8;  // keys, and parts of D, of a copy
+#define NONE __int_as_float(0xff800000)  // the maximum of no scores
+
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+
+struct Arguments {
+  const u16* q;          // bf16
+  u16* out;              // [tokens, HEADS, D]
+  float* lse;            // [HEADS, tokens] or null
+  const int* items;      // [capacity, 3] sequence, split, place
+  const int* total;
+  int* arrived;                    // [sequences, KV_HEADS] splits finished, 0 between launches
+  float *partial, *stats;          // [place, KV_HEADS, held, D] and [place, KV_HEADS, held, 2]
+  const int *starts, *lengths, *tables;
+  int table_width, tokens, held, stride_q;  // elements from row to row
+  float scale;
+};
+
+struct Item {
+  int sequence, split, place, head, start, count, length, blocks;
+};
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+__device__ __forceinline__ u32 transposed(u32 x) {
+  u32 y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void load_tile(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_tile_transposed(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+
+// Place of a 16-byte segment of a key's row in a chunk: regions of 64 elements, swizzled by the copy engine.
+__device__ __forceinline__ u32 place_of(int row, int segment) {
+  return (segment >> 3) * KEYS * 128 + row * 128 + (((segment ^ row) & 7) << 4);
+}
+
+__device__ __forceinline__ Item item_of(const Arguments& a, int index) {
+  Item x;
+  const int* pair = a.items + 3 * (index / KV_HEADS);
+  x.head = index % KV_HEADS, x.sequence = pair[0], x.split = pair[1], x.place = pair[2];
+  x.start = a.starts[x.sequence], x.count = a.starts[x.sequence + 1] - x.start, x.length = a.lengths[x.sequence];
+  int keys = min(x.length - x.split * SPLIT, SPLIT);
+  x.blocks = x.split < 0 ? 0 : (keys + BLOCK - 1) / BLOCK;
+  return x;
+}
+
+// The copies of a warp, in the order in which they are used: for each block K, then V.
+struct Feed {
+  const Arguments& a;
+  const TensorMap *k_map, *v_map;
+  u32 ring, full;  // addresses in shared memory: chunks, and a barrier for each
+  int lane, index, step, total, slot = 0, position = 0, chunks = 0, page = 0;
+  Item item;
+
+  __device__ __forceinline__ void open() {
+    chunks = position = 0;
+    if (index >= total) return;
+    item = item_of(a, index);
+    chunks = item.blocks * 2 * CHUNKS;
+    int key = item.split * SPLIT + 16 * lane;  // one table entry covers 16 keys, for any size of page
+    page = item.blocks && key < item.length ? a.tables[(u64)item.sequence * a.table_width + key / PAGE_SIZE] : 0;
+  }
+
+  // Nothing is copied for keys beyond the sequence's end: scores of what lies there are masked, values cleared.
+  __device__ __forceinline__ void next() {
+    if (position == chunks) return;
+    int first = position / (2 * CHUNKS) * BLOCK + position % CHUNKS * KEYS, key0 = item.split * SPLIT + first;
+    const TensorMap* map = position / CHUNKS % 2 ? v_map : k_map;
+    u32 into = ring + slot * CHUNK_BYTES, barrier = full + slot * 8;
+    int boxes = min(max(item.length - key0 + BOX - 1, 0) / BOX, KEYS / BOX);
+    if (lane == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(boxes * BOX * ROW_BYTES) : "memory");
+#pragma unroll
+    for (int part = 0; part < KEYS / BOX; part++) {
+      int entry = __shfl_sync(~0u, page, (first + part * BOX) / 16);
+      if (lane == 0 && part < boxes)
+#pragma unroll
+        for (int region = 0; region < REGIONS; region++)
+          asm volatile(
+              "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+              :: "r"(into + region * KEYS * 128 + part * BOX * 128), "l"(map), "r"(region * 64), "r"(item.head),
+                 "r"((key0 + part * BOX) % PAGE_SIZE), "r"(entry), "r"(barrier) : "memory");
+    }
+    if (++slot == RING) slot = 0;
+    if (++position == chunks) advance();
+  }
+
+  __device__ __forceinline__ void advance() {
+    do {
+      index += step;
+      open();
+    } while (index < total && chunks == 0);
+  }
+};
+
+struct Ring {
+  int slot = 0;
+  u32 phase = 0;
+};
+
+// Waits for the oldest copy, after starting another into the place of the one used before.
+__device__ __forceinline__ u32 take(Feed& feed, Ring& ring) {
+  __syncwarp();
+  feed.next();
+  u32 address = feed.ring + ring.slot * CHUNK_BYTES, barrier = feed.full + ring.slot * 8, done = 0;
+  while (!done)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(ring.phase) : "memory");
+  if (++ring.slot == RING) ring.slot = 0, ring.phase ^= 1;
+  return address;
+}
+
+// Values count as zero from the sequence's end on, whatever the page holds there.
+__device__ __forceinline__ void clear_from(u32 chunk, int row0, int lane) {
+  if (row0 >= KEYS) return;
+  for (int i = lane; i < KEYS * SEGMENTS; i += LANES) {
+    int row = i / SEGMENTS, segment = i % SEGMENTS;
+    if (row >= row0)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(chunk + place_of(row, segment)), "r"(0) : "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before the copy engine writes there again
+  __syncwarp();
+}
+
+struct State {
+  float acc[STEPS][4], l[4], m[2];  // columns 2t and 2t + 1 of lane 4g + t; l's rows are all equal
+};
+
+__device__ __forceinline__ void add_block(
+    State& x, Feed& feed, Ring& ring, const u32 (&q)[STEPS][2], float scale, int lane, int key0, const int (&limit)[2],
+    bool masked, int length) {
+  float s[BLOCK / 16][4];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    u32 chunk = take(feed, ring);
+#pragma unroll
+    for (int i = 0; i < TILES; i++) s[c * TILES + i][0] = s[c * TILES + i][1] = s[c * TILES + i][2] = s[c * TILES + i][3] = 0;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        u32 keys[4];
+        load_tile(keys, chunk + place_of(i * 16 + (lane & 15), step * 2 + (lane >> 4)));
+        multiply(s[c * TILES + i], keys, q[step][0], q[step][1]);
+      }
+  }
+  float mz[2], al[2];
+#pragma unroll
+  for (int side = 0; side < 2; side++) {
+    float best = NONE;
+#pragma unroll
+    for (int i = 0; i < BLOCK / 16; i++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float& value = s[i][2 * half + side];
+        value = __fmul_rn(value, scale);
+        if (masked && key0 + i * 16 + half * 8 + (lane >> 2) >= limit[side]) value = NONE;
+        best = fmaxf(best, value);
+      }
+    best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
+    best = fmaxf(best, __shfl_xor_sync(~0u, best, 8));
+    best = fmaxf(best, __shfl_xor_sync(~0u, best, 16));
+    float mn = fmaxf(x.m[side], best);
+    mz[side] = mn == NONE ? 0.0f : mn;
+    al[side] = exp2_of(__fsub_rn(x.m[side], mz[side]));
+    x.m[side] = mn;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) x.l[i] = __fmul_rn(x.l[i], al[i & 1]);
+#pragma unroll
+  for (int j = 0; j < STEPS; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) x.acc[j][i] = __fmul_rn(x.acc[j][i], al[i & 1]);
+  const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
+  u32 p[BLOCK / 16][2];
+#pragma unroll
+  for (int i = 0; i < BLOCK / 16; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      p[i][half] = transposed(pair_of(exp2_of(__fsub_rn(s[i][2 * half], mz[0])), exp2_of(__fsub_rn(s[i][2 * half + 1], mz[1]))));
+#pragma unroll
+  for (int i = 0; i < BLOCK / 16; i++) multiply(x.l, ones, p[i][0], p[i][1]);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    u32 chunk = take(feed, ring);
+    if (masked) clear_from(chunk, length - key0 - c * KEYS, lane);
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      u32(&weights)[2] = p[c * TILES + i];
+#pragma unroll
+      for (int j = 0; j < STEPS; j++) {
+        u32 values[4];
+        load_tile_transposed(values, chunk + place_of(i * 16 + (lane & 7) + (lane >> 4) * 8, j * 2 + (lane >> 3 & 1)));
+        multiply(x.acc[j], values, weights[0], weights[1]);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_out(const Arguments& a, const Item& item, int row, int d, float value) {
+  u32 pair = pair_of(value, 0.0f);
+  int token = item.start + row / GROUP, head = item.head * GROUP + row % GROUP;
+  a.out[((u64)token * HEADS + head) * D + d] = (u16)pair;
+}
+
+__device__ __forceinline__ void store_lse(const Arguments& a, const Item& item, int row, float m, float l) {
+  int token = item.start + row / GROUP, head = item.head * GROUP + row % GROUP;
+  if (a.lse) a.lse[(u64)head * a.tokens + token] = __fmul_rn(__fadd_rn(m, log2f(l)), 0.693147182464599609375f);
+}
+
+// The only split of its sequence, merged into nothing; or, where the plan has no room, NaN.
+__device__ void finish_alone(const Arguments& a, const Item& item, const State& x, int lane) {
+#pragma unroll
+  for (int side = 0; side < 2; side++) {
+    int row = (lane & 3) * 2 + side;
+    if (row >= item.count * GROUP) continue;
+    float m = x.m[side], first = exp2_of(__fsub_rn(NONE, m)), second = exp2_of(__fsub_rn(m, m));
+    float l = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.l[side], second));
+    if (item.split < 0) l = __int_as_float(0x7fffffff);
+#pragma unroll
+    for (int j = 0; j < STEPS; j++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float acc = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.acc[j][2 * half + side], second));
+        store_out(a, item, row, j * 16 + half * 8 + (lane >> 2), __fdiv_rn(acc, l));
+      }
+    if (lane < 4) store_lse(a, item, row, m, l);
+  }
+}
+
+__device__ void store_partial(const Arguments& a, const Item& item, const State& x, int lane) {
+  u64 place = ((u64)item.place * KV_HEADS + item.head) * a.held;
+#pragma unroll
+  for (int side = 0; side < 2; side++) {
+    int row = (lane & 3) * 2 + side;
+    if (row >= item.count * GROUP) continue;
+    float* into = a.partial + (place + row) * D + (lane >> 2);
+#pragma unroll
+    for (int j = 0; j < STEPS; j++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) into[j * 16 + half * 8] = x.acc[j][2 * half + side];
+    if (lane < 4) *(float2*)(a.stats + 2 * (place + row)) = make_float2(x.m[side], x.l[side]);
+  }
+}
+
+// All threads of the block: the splits of a (sequence, kv head), ascending.
+__device__ void merge(const Arguments& a, const Item& item) {
+  int splits = (item.length + SPLIT - 1) / SPLIT;
+  u64 first = ((u64)(item.place - item.split) * KV_HEADS + item.head) * a.held;
+  for (int e = threadIdx.x * 4; e < item.count * GROUP * D; e += WARPS * LANES * 4) {
+    int row = e / D, d = e % D;
+    float A[4] = {0, 0, 0, 0}, M = NONE, L = 0;
+    for (int split0 = 0; split0 < splits; split0 += UNROLL) {
+      float4 acc[UNROLL];
+      float2 stats[UNROLL];
+#pragma unroll
+      for (int i = 0; i < UNROLL; i++) {
+        u64 at = first + (u64)min(split0 + i, splits - 1) * KV_HEADS * a.held + row;
+        acc[i] = __ldcg((const float4*)(a.partial + at * D + d));
+        stats[i] = __ldcg((const float2*)(a.stats + 2 * at));
+      }
+#pragma unroll
+      for (int i = 0; i < UNROLL; i++) {
+        float m = stats[i].x, l = stats[i].y, values[4] = {acc[i].x, acc[i].y, acc[i].z, acc[i].w};
+        if (split0 + i >= splits || m == NONE) continue;  // a split of which the row sees no key
+        float mn = fmaxf(M, m), old_weight = exp2_of(__fsub_rn(M, mn)), weight = exp2_of(__fsub_rn(m, mn));
+#pragma unroll
+        for (int j = 0; j < 4; j++) A[j] = __fadd_rn(__fmul_rn(A[j], old_weight), __fmul_rn(values[j], weight));
+        L = __fadd_rn(__fmul_rn(L, old_weight), __fmul_rn(l, weight)), M = mn;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) store_out(a, item, row, d + j, __fdiv_rn(A[j], L));
+    if (d == 0) store_lse(a, item, row, M, L);
+  }
+  if (threadIdx.x == 0) a.arrived[item.sequence * KV_HEADS + item.head] = 0;  // for the next layer
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
+    const u16* q_rows, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, u16* out, float* lse,
+    int wants_lse, const int* items, const int* item_count, int* arrived, float* partial, float* stats, const int* starts,
+    const int* lengths, const int* tables, int table_width, int tokens, int held, int stride_q, float scale) {
+  const Arguments a = {q_rows, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, starts, lengths,
+                       tables, table_width, tokens, held, stride_q, scale};
+  extern __shared__ char unaligned[];
+  __shared__ alignas(8) u64 barriers[WARPS][RING];
+  __shared__ int merging[WARPS];
+  int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, blocks = gridDim.x, total = *a.total * KV_HEADS;
+  // Few splits spread over all multiprocessors, many over the warps of a block, too.
+  int busy = 1;
+  while (busy < WARPS && busy * blocks < total) busy *= 2;
+  int step = blocks * busy, index = warp < busy ? blockIdx.x * busy + warp : total;
+  u32 shared = ((u32)__cvta_generic_to_shared(unaligned) + 1023) & ~1023u;
+  u32 full = (u32)__cvta_generic_to_shared(&barriers[warp][0]);
+  if (lane < RING) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + lane * 8) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  __syncwarp();
+  Feed feed = {a, &k_map, &v_map, shared + warp * RING * CHUNK_BYTES, full, lane, index, step, total};
+  Ring ring;
+  feed.open();
+  if (feed.index < total && feed.chunks == 0) feed.advance();
+#pragma unroll 1
+  for (int i = 0; i < RING - 1; i++) feed.next();
+  for (int round = blockIdx.x * busy; round < total; round += step, index += step) {
+    bool last = false;
+    if (index < total) {
+      Item item = item_of(a, index);
+      State x = {};
+      x.m[0] = x.m[1] = NONE;
+      u32 q[STEPS][2];
+      int row = lane >> 2, limit[2];
+      const u16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
+      for (int i = 0; i < STEPS; i++)
+        for (int half = 0; half < 2; half++)
+          q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
+      int earliest = item.length - item.count + 1;  // keys that the first row sees
+      for (int side = 0; side < 2; side++) limit[side] = earliest + ((lane & 3) * 2 + side) / GROUP;
+      for (int block = 0; block < item.blocks; block++) {
+        int key0 = item.split * SPLIT + block * BLOCK;
+        add_block(x, feed, ring, q, a.scale, lane, key0, limit, key0 + BLOCK > earliest, item.length);
+      }
+      int splits = (item.length + SPLIT - 1) / SPLIT;
+      if (item.split < 0 || splits == 1) {
+        finish_alone(a, item, x, lane);
+      } else {
+        store_partial(a, item, x, lane);
+        __threadfence();
+        __syncwarp();
+        int before = 0;
+        if (lane == 0) before = atomicAdd(a.arrived + item.sequence * KV_HEADS + item.head, 1);
+        last = __shfl_sync(~0u, before, 0) == splits - 1;
+        __threadfence();
+      }
+    }
+    if (lane == 0) merging[warp] = last ? index : -1;
+    if (__syncthreads_or(last)) {
+      for (int i = 0; i < WARPS; i++)
+        if (merging[i] >= 0) merge(a, item_of(a, merging[i]));
+      __syncthreads();
+    }
+  }
+}
