@@ -17,15 +17,10 @@ class AttentionTile:
     tma: bool = False
 
     def shared_bytes(self, dim: int) -> int:
-        """Of a program with splits in parallel: blocks of K and V in flight, and about 20 KB for q and P."""
-        return (self.stages - 1) // 2 * 2 * 64 * dim * 2 + 300 * self.rows + 4 * self.rows * dim
-
-    def __str__(self) -> str:
-        return (
-            f"{self.rows}-w{self.warps}-s{self.stages}"
-            + (f"-c{self.ctas}" if self.ctas else "")
-            + ("-tma" if self.tma else "")
-        )
+        """Of a program with splits in parallel, at least: blocks of K and V in flight, q, P and what Triton adds (seen
+        when compiled for sm_90a)."""
+        beside = self.rows * (6 * dim + 64) if self.rows >= 64 else self.rows * (2 * dim + 192)
+        return (self.stages - 1) // 2 * 2 * 64 * dim * 2 + beside + 256 * self.stages
 
 
 IN_ORDER = (
