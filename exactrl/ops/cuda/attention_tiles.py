@@ -22,6 +22,13 @@ class AttentionTile:
         beside = self.rows * (6 * dim + 64) if self.rows >= 64 else self.rows * (2 * dim + 192)
         return (self.stages - 1) // 2 * 2 * 64 * dim * 2 + beside + 256 * self.stages
 
+    def __str__(self) -> str:
+        return (
+            f"{self.rows}-w{self.warps}-s{self.stages}"
+            + (f"-c{self.ctas}" if self.ctas else "")
+            + ("-tma" if self.tma else "")
+        )
+
 
 IN_ORDER = (
     AttentionTile(64, 4, 3),
