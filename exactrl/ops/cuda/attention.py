@@ -211,11 +211,14 @@ def _compiled() -> list[AttentionImplementation]:
         return []
     return [
         AttentionImplementation(
-            f"cuda-split:{tile}", "split", partial(_warp_split, tile=tile), partial(_warp_split_serves, tile=tile),
+            f"{'cuda-split-tma' if tile.tma else 'cuda-split'}:{tile}",
+            "split",
+            partial(_warp_split, tile=tile),
+            partial(_warp_split_serves, tile=tile),
             WARP_ROWS,
         )
         for tile in WARP_SPLIT
-    ]  # fmt: skip
+    ]
 
 
 def _hopper() -> list[AttentionImplementation]:

@@ -17,8 +17,10 @@ class AttentionTile:
     tma: bool = False
 
     def shared_bytes(self, dim: int) -> int:
-        """Of a program with splits in parallel: blocks of K and V in flight, and about 20 KB for q and P."""
-        return (self.stages - 1) // 2 * 2 * 64 * dim * 2 + 300 * self.rows + 4 * self.rows * dim
+        """Of a program with splits in parallel, at least: blocks of K and V in flight, q, P and what Triton adds (seen
+        when compiled for sm_90a)."""
+        beside = self.rows * (6 * dim + 64) if self.rows >= 64 else self.rows * (2 * dim + 192)
+        return (self.stages - 1) // 2 * 2 * 64 * dim * 2 + beside + 256 * self.stages
 
     def __str__(self) -> str:
         return (
@@ -47,12 +49,13 @@ SPLIT = (
 
 @dataclass(frozen=True, slots=True)
 class WarpTile:
-    """The CUDA C++ kernel in which a warp takes a split: `keys` (16 or 32) of one copy, `ring` copies that a warp
-    holds, `ctas` blocks of WARPS warps on each multiprocessor."""
+    """The CUDA C++ kernel in which a warp takes a split: `keys` (16 or 32) of one chunk, `ring` chunks that a warp
+    holds, `ctas` blocks of WARPS warps on each multiprocessor; `tma`: chunks come through the bulk copy engine."""
 
     keys: int
     ring: int
     ctas: int
+    tma: bool = False
 
     def __str__(self) -> str:
         return f"{self.keys}x{self.ring}-c{self.ctas}"
@@ -65,4 +68,8 @@ class WarpTile:
 WARPS = 4
 WARP_ROWS = 8
 """Rows x grouped heads of one sequence that the CUDA C++ kernel takes: the narrow side of the matrix unit."""
-WARP_SPLIT = (WarpTile(16, 6, 2), WarpTile(16, 4, 3), WarpTile(32, 3, 2), WarpTile(32, 3, 4), WarpTile(16, 6, 1))
+WARP_SPLIT = tuple(
+    WarpTile(keys, ring, ctas, tma)
+    for keys, ring, ctas in ((16, 6, 2), (16, 4, 3), (32, 3, 2), (32, 3, 4), (16, 6, 1))
+    for tma in (False, True)
+)

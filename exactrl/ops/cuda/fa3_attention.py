@@ -1,11 +1,10 @@
 """Attention of the contract "exact-v1-fa3": Flash Attention 3 with one split, in rollout and training alike.
 
 FA3 picks its kernel from the largest number of query rows of any sequence in the call. Where that is 1 it drops the
-causal mask for head dimensions other than 128 and for packed keys, and with the mask changes its tile (hopper/
-flash_api.cpp): a decode row would get other bits alone than in a batch with a prefill. So the number given is never
-below 2, which is an upper bound all the same. The other switch, keys through the bulk copy engine where a page is a
-multiple of 128 keys, changes no tile at head dimensions 64 and 128; 256 is refused, because there the packed
-kernel's block of 80 keys is no multiple of a page.
+causal mask for head dimensions other than 128 and for packed keys, and may change its tile with the mask (hopper/
+flash_api.cpp): a decode row could get other bits alone than in a batch with a prefill. So the number given is never
+below 2, which is an upper bound all the same. The other switch (keys through the bulk copy engine where a page is a
+multiple of the key tile) changed no bit at head dimensions 64, 128 and 256 and pages of 16 to 256 (docs/log.md).
 
 Forward only; the gradient comes from attention_backward.py as in "exact-v1".
 """
@@ -21,7 +20,7 @@ from exactrl.contract import AttentionShape
 from exactrl.errors import EnvironmentProblem
 from exactrl.ops.cuda.attention import AttentionChoice, AttentionImplementation, AttentionRows
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 LEAST_ROWS = 2
 
 

@@ -2,43 +2,13 @@
 // Same bits as triton_attention.py's reference; every rounding below is one of the definition in attention.py.
 //
 // A warp takes one split of one (sequence, kv head) at a time and needs no other warp for it: scores and output are
-// computed transposed, keys and head dimension on the wide side of the matrix unit, rows on the narrow one. Each warp has
-// the bulk copy engine fill a ring of its own with keys and values, across the borders of blocks and splits. The warps of
-// a block take heads of the same split, so that a multiprocessor reads few pages at a time. Whoever finishes the last split
+// computed transposed, keys and head dimension on the wide side of the matrix unit, rows on the narrow one. Each warp fills
+// a ring of its own with keys and values, across the borders of blocks and splits. The warps of a block take heads of the
+// same split, so that a multiprocessor reads few pages at a time. Whoever finishes the last split
 // of a (sequence, kv head) has its block merge them all, ascending.
 //
-// Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one copy), RING (copies a warp holds), WARPS.
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
-constexpr int D = DIM, GROUP = HEADS / KV_HEADS, SPLIT = 512, BLOCK = 64, LANES = 32;
-constexpr int TILES = KEYS / 16, CHUNKS = BLOCK / KEYS;  // of 16 keys in a chunk; chunks of K in a block
-constexpr int ROW_BYTES = D * 2, SEGMENTS = ROW_BYTES / 16, CHUNK_BYTES = KEYS * ROW_BYTES, STEPS = D / 16;
-constexpr int BOX = KEYS < PAGE_SIZE ? KEYS : PAGE_SIZE, REGIONS = D / 64, UNROLL = 8;  // keys, and parts of D, of a copy
-#define NONE __int_as_float(0xff800000)  // the maximum of no scores
-
-struct alignas(64) TensorMap {
-  char bytes[128];
-};
-
-struct Arguments {
-  const u16* q;          // bf16
-  u16* out;              // [tokens, HEADS, D]
-  float* lse;            // [HEADS, tokens] or null
-  const int* items;      // [capacity, 3] sequence, split, place
-  const int* total;
-  int* arrived;                    // [sequences, KV_HEADS] splits finished, 0 between launches
-  float *partial, *stats;          // [place, KV_HEADS, held, D] and [place, KV_HEADS, held, 2]
-  const int *starts, *lengths, *tables;
-  int table_width, tokens, held, stride_q;  // elements from row to row
-  float scale;
-};
-
-struct Item {
-  int sequence, split, place, head, start, count, length, blocks;
-};
+// Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one chunk), RING (chunks a warp holds), WARPS, TMA (1:
+// chunks come through the bulk copy engine, 0: by copies of 16 bytes).
 
 __device__ __forceinline__ float exp2_of(float x) {
   float y;
@@ -62,109 +32,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void load_tile(u32 (&a)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_tile_transposed(u32 (&a)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
-
-// Place of a 16-byte segment of a key's row in a chunk: regions of 64 elements, swizzled by the copy engine.
-__device__ __forceinline__ u32 place_of(int row, int segment) {
-  return (segment >> 3) * KEYS * 128 + row * 128 + (((segment ^ row) & 7) << 4);
-}
-
-__device__ __forceinline__ Item item_of(const Arguments& a, int index) {
-  Item x;
-  const int* pair = a.items + 3 * (index / KV_HEADS);
-  x.head = index % KV_HEADS, x.sequence = pair[0], x.split = pair[1], x.place = pair[2];
-  x.start = a.starts[x.sequence], x.count = a.starts[x.sequence + 1] - x.start, x.length = a.lengths[x.sequence];
-  int keys = min(x.length - x.split * SPLIT, SPLIT);
-  x.blocks = x.split < 0 ? 0 : (keys + BLOCK - 1) / BLOCK;
-  return x;
-}
-
-// The copies of a warp, in the order in which they are used: for each block K, then V.
-struct Feed {
-  const Arguments& a;
-  const TensorMap *k_map, *v_map;
-  u32 ring, full;  // addresses in shared memory: chunks, and a barrier for each
-  int lane, index, step, total, slot = 0, position = 0, chunks = 0, page = 0;
-  Item item;
-
-  __device__ __forceinline__ void open() {
-    chunks = position = 0;
-    if (index >= total) return;
-    item = item_of(a, index);
-    chunks = item.blocks * 2 * CHUNKS;
-    int key = item.split * SPLIT + 16 * lane;  // one table entry covers 16 keys, for any size of page
-    page = item.blocks && key < item.length ? a.tables[(u64)item.sequence * a.table_width + key / PAGE_SIZE] : 0;
-  }
-
-  // Nothing is copied for keys beyond the sequence's end: scores of what lies there are masked, values cleared.
-  __device__ __forceinline__ void next() {
-    if (position == chunks) return;
-    int first = position / (2 * CHUNKS) * BLOCK + position % CHUNKS * KEYS, key0 = item.split * SPLIT + first;
-    const TensorMap* map = position / CHUNKS % 2 ? v_map : k_map;
-    u32 into = ring + slot * CHUNK_BYTES, barrier = full + slot * 8;
-    int boxes = min(max(item.length - key0 + BOX - 1, 0) / BOX, KEYS / BOX);
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(boxes * BOX * ROW_BYTES) : "memory");
-#pragma unroll
-    for (int part = 0; part < KEYS / BOX; part++) {
-      int entry = __shfl_sync(~0u, page, (first + part * BOX) / 16);
-      if (lane == 0 && part < boxes)
-#pragma unroll
-        for (int region = 0; region < REGIONS; region++)
-          asm volatile(
-              "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-              :: "r"(into + region * KEYS * 128 + part * BOX * 128), "l"(map), "r"(region * 64), "r"(item.head),
-                 "r"((key0 + part * BOX) % PAGE_SIZE), "r"(entry), "r"(barrier) : "memory");
-    }
-    if (++slot == RING) slot = 0;
-    if (++position == chunks) advance();
-  }
-
-  __device__ __forceinline__ void advance() {
-    do {
-      index += step;
-      open();
-    } while (index < total && chunks == 0);
-  }
-};
-
-struct Ring {
-  int slot = 0;
-  u32 phase = 0;
-};
-
-// Waits for the oldest copy, after starting another into the place of the one used before.
-__device__ __forceinline__ u32 take(Feed& feed, Ring& ring) {
-  __syncwarp();
-  feed.next();
-  u32 address = feed.ring + ring.slot * CHUNK_BYTES, barrier = feed.full + ring.slot * 8, done = 0;
-  while (!done)
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(ring.phase) : "memory");
-  if (++ring.slot == RING) ring.slot = 0, ring.phase ^= 1;
-  return address;
-}
-
-// Values count as zero from the sequence's end on, whatever the page holds there.
-__device__ __forceinline__ void clear_from(u32 chunk, int row0, int lane) {
-  if (row0 >= KEYS) return;
-  for (int i = lane; i < KEYS * SEGMENTS; i += LANES) {
-    int row = i / SEGMENTS, segment = i % SEGMENTS;
-    if (row >= row0)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(chunk + place_of(row, segment)), "r"(0) : "memory");
-  }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before the copy engine writes there again
-  __syncwarp();
 }
 
 struct State {
@@ -228,7 +95,7 @@ __device__ __forceinline__ void add_block(
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     u32 chunk = take(feed, ring);
-    if (masked) clear_from(chunk, length - key0 - c * KEYS, lane);
+    if (TMA && masked) clear_from(chunk, length - key0 - c * KEYS, lane);
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
       u32(&weights)[2] = p[c * TILES + i];
@@ -322,11 +189,12 @@ __device__ void merge(const Arguments& a, const Item& item) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
-    const u16* q_rows, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, u16* out, float* lse,
-    int wants_lse, const int* items, const int* item_count, int* arrived, float* partial, float* stats, const int* starts,
-    const int* lengths, const int* tables, int table_width, int tokens, int held, int stride_q, float scale) {
-  const Arguments a = {q_rows, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, starts, lengths,
-                       tables, table_width, tokens, held, stride_q, scale};
+    const u16* q_rows, const u16* k, const u16* v, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, u16* out, float* lse, int wants_lse, const int* items, const int* item_count, int* arrived, float* partial, float* stats, const int* starts,
+    const int* lengths, const int* tables, int table_width, int tokens, int held, int stride_q, int stride_k, int stride_v,
+    float scale) {
+  const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, starts, lengths,
+                       tables, table_width, tokens, held, stride_q, stride_k, stride_v, scale};
   extern __shared__ char unaligned[];
   __shared__ alignas(8) u64 barriers[WARPS][RING];
   __shared__ int merging[WARPS];

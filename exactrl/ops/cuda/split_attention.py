@@ -1,6 +1,7 @@
 """Attention with the splits in parallel, in CUDA C++ for sm_90: decode, at most 8 rows x grouped heads of a sequence.
 
-Kernel: split_attention.cu; definition: attention.py; the list of splits is that of triton_split_attention.py.
+Kernel: split_feed.cuh and split_attention.cu; definition: attention.py; the list of splits is that of
+triton_split_attention.py.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from exactrl.ops.cuda.triton_split_attention import multiprocessors, split_plan
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
 
-SOURCE = Path(__file__).parent / "split_attention.cu"
+FOLDER = Path(__file__).parent
+
+
+def source() -> str:
+    return "".join((FOLDER / name).read_text() for name in ("split_feed.cuh", "split_attention.cu"))
 
 
 def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: WarpTile) -> list[str]:
     values = {
         "DIM": dim, "HEADS": heads, "KV_HEADS": kv_heads, "PAGE_SIZE": page_size, "KEYS": tile.keys, "RING": tile.ring,
-        "WARPS": WARPS,
+        "WARPS": WARPS, "TMA": int(tile.tma),
     }  # fmt: skip
     return ["--fmad=false", *(f"-D{name}={value}" for name, value in values.items())]
 
@@ -34,7 +39,7 @@ def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: Wa
 @functools.cache
 def _kernel(heads: int, kv_heads: int, dim: int, page_size: int, tile: WarpTile, device: int) -> Kernel:
     options = source_options(heads, kv_heads, dim, page_size, tile)
-    return Kernel(SOURCE.read_text(), "attend_splits", options, tile.shared_bytes(dim))
+    return Kernel(source(), "attend_splits", options, tile.shared_bytes(dim))
 
 
 def _pages(k: torch.Tensor, tile: WarpTile) -> TensorMap:
@@ -63,7 +68,7 @@ def attend_splits(
     blocks = min(len(plan.items) * kv_heads, multiprocessors(q.device) * tile.ctas)
     kernel = _kernel(heads, kv_heads, dim, page_size, tile, torch.cuda.current_device())
     kernel.launch((blocks, 1, 1), WARPS * 32, (
-        q, _pages(k, tile), _pages(v, tile), out, out if lse is None else lse, int(lse is not None), plan.items,
+        q, k, v, _pages(k, tile), _pages(v, tile), out, out if lse is None else lse, int(lse is not None), plan.items,
         plan.total, plan.arrived, plan.partial, plan.stats, rows.starts, rows.lengths, rows.tables,
-        rows.tables.stride(0), t, plan.held, strides(q, k, v, page_size)[0], scale_of(dim),
+        rows.tables.stride(0), t, plan.held, *strides(q, k, v, page_size), scale_of(dim),
     ))  # fmt: skip

@@ -120,7 +120,7 @@ def _splits(
         acc, m = tl.zeros((ROWS, D), tl.float32), tl.full((ROWS,), NEG_INF, tl.float32)
         l = tl.zeros((ROWS, 16), tl.float32)
         stop = tl.where(split < 0, 0, tl.minimum(split * SPLIT + SPLIT, length))
-        for block in tl.range(split * SPLIT, stop, BLOCK, num_stages=STAGES):
+        for block in tl.range(tl.maximum(split, 0) * SPLIT, stop, BLOCK, num_stages=STAGES):
             at = block + n
             key, exists = key_rows(tables, s, start, at, length, P, PAGE), at < length
             kb = tl.load(k + key[None, :] * stride_k + hk * D + d[:, None], mask=exists[None, :], other=0.0)

@@ -1,0 +1,83 @@
+"""Attention on the GPU: bits of every kernel in every way to ask for rows, correctness against fp64, gradients, FA3."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from exactrl.errors import EnvironmentProblem
+from exactrl.ops.cuda.attention import attention_implementations, packed_attention
+from exactrl.parity.compare import differing
+from tests.gpu.attention_inputs import draw, run
+from tests.gpu.attention_sweep import EDGES, different_rows, sweep_case
+
+CASES = [
+    (8, 2, 128, 64, 1.0, [*EDGES, 3000]),
+    (8, 2, 128, 16, 16.0, [*EDGES, 2049]),
+    (5, 1, 64, 256, 4.0, EDGES),
+    (4, 2, 256, 32, 2.0, EDGES),
+]
+HEADS = [(8, 2, 128), (5, 1, 64), (4, 2, 256)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way_to_ask_for_rows_has_the_bits_of_the_reference(case) -> None:
+    found = list(sweep_case(case, 0, attention_implementations()))
+    assert {way for _, way, _, _ in found} == {"packed", "paged", "decode", "chunks", "tails", "mixed"}
+    assert [entry for entry in found if entry[3]] == []
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths) -> torch.Tensor:
+    """fp64, sequence by sequence."""
+    outs, group = [], q.shape[1] // k.shape[1]
+    for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        b, c = b.repeat_interleave(group, 1), c.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", a, b) / math.sqrt(q.shape[2])
+        hidden = torch.ones(len(a), len(a), dtype=torch.bool, device=q.device).triu(1)
+        outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -math.inf).softmax(-1), c))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_output_and_gradients_are_correct_and_deterministic(heads) -> None:
+    lengths = [130, 1, 700]
+    data = draw(lengths, *heads, 64, 1.0, 3)
+    d_out = torch.randn(data.q.shape, generator=torch.Generator("cuda").manual_seed(4), device="cuda").bfloat16()
+    runs = []
+    for _ in range(3):
+        leaves = [t.clone().requires_grad_() for t in (data.q, data.k, data.v)]
+        out = packed_attention(*leaves, data.packed(), attention_implementations()["reference"])
+        out.backward(d_out)
+        runs.append([out.detach(), *(t.grad for t in leaves)])
+    doubles = [t.double().requires_grad_() for t in (data.q, data.k, data.v)]
+    right = causal(*doubles, lengths)
+    right.backward(d_out.double())
+    for name, *found, expected in zip(
+        ("out", "dq", "dk", "dv"), *runs, [right.detach(), *(t.grad for t in doubles)], strict=True
+    ):
+        assert not any(differing(f, found[0]).any() for f in found), name
+        assert (found[0].double() - expected).norm() / expected.norm() < 5e-3, name
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("page_size", [16, 64, 128, 256])
+def test_fa3_has_one_set_of_bits_for_decode_chunks_and_mixed_batches(heads, page_size: int) -> None:
+    from exactrl.ops.cuda.fa3_attention import fa3_implementation
+
+    try:
+        fa3 = fa3_implementation()
+    except EnvironmentProblem as problem:
+        pytest.skip(str(problem))
+    data = draw([300, 1025, 2000, 77, 4096], *heads, page_size, 1.0, 5)
+    pages = [t.nan_to_num(0.0) for t in (data.k_pages, data.v_pages)]  # FA3 reads values of unused slots
+    expected = run(fa3, data.q, data.k, data.v, data.packed())
+    tables = np.where(data.tables == np.iinfo(np.int32).max, 0, data.tables)
+    for counts in ([1] * 5, [300, 1, 5, 1, 1], [100, 500, 512, 77, 512]):
+        number, _ = data.last(np.array(counts), data.lengths, np.arange(5))
+        rows = data.packed().build(counts, data.lengths, tables)
+        at = torch.from_numpy(number).cuda()
+        found = run(fa3, data.q[at], *pages, rows)
+        assert different_rows(*found, expected[0][at], expected[1][:, at]) == 0
