@@ -378,7 +378,7 @@ def test_the_order_fa3_is_certified_where_it_is_installed(monkeypatch) -> None:
     from exactrl.ops.cuda import fa3_attention
 
     shape = AttentionShape(32, 8, 128)
-    monkeypatch.setattr(certifying, "attention_shapes", lambda config: [shape, AttentionShape(32, 8, 256)])
+    monkeypatch.setattr(certifying, "attention_shapes", lambda config: [shape, AttentionShape(32, 8, 96)])
     monkeypatch.setattr(certifying, "find_spec", lambda name: None)
     assert [s.order for s in certifying.attention_shapes_of("tiny")] == ["canonical"] * 2
     for module in (certifying, fa3_attention):
