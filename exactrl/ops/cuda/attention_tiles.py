@@ -71,5 +71,5 @@ WARP_ROWS = 8
 WARP_SPLIT = tuple(
     WarpTile(keys, ring, ctas, tma)
     for keys, ring, ctas in ((16, 6, 2), (16, 4, 3), (32, 3, 2), (32, 3, 4), (16, 6, 1))
-    for tma in (False, True)
+    for tma in (False,)  # True is not offered before it has run on a device: a fault in its barriers would hang
 )
