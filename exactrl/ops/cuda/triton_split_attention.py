@@ -92,7 +92,7 @@ def _merge_all(
     for j0 in range(0, count, UNROLL):
         for j in tl.static_range(UNROLL):
             at = (place + (j0 + j) * HK) * held + r
-            there = inside & (j0 + j < count)
+            there = inside & (tl.zeros_like(r) + (j0 + j) < count)  # as a tensor: the interpreter has a number here
             acc = tl.load(partial + at[:, None] * D + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
             m = tl.load(stats + 2 * at, mask=there, other=NEG_INF, cache_modifier=".cg")
             l = tl.load(stats + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
