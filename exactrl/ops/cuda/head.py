@@ -67,8 +67,10 @@ class _Logprobs(torch.autograd.Function):
         for a in range(0, rows, ctx.size):
             cut = slice(a, min(rows, a + ctx.size))
             logits = ctx.product(hidden[cut], w, F32, 1) if ctx.logits is None else ctx.logits
-            per_row = [t[cut] for t in (temperatures, targets, lse, entropy, d_logprobs, d_entropy)]
-            d_logits = logits_gradient(logits, *per_row, out_dtype=hidden.dtype)
+            d_logits = logits_gradient(
+                logits, temperatures[cut], targets[cut], lse[cut], entropy[cut], d_logprobs[cut], d_entropy[cut],
+                hidden.dtype,
+            )  # fmt: skip
             if ctx.needs_input_grad[0]:
                 dh[cut] = grad_input(d_logits, w)
             if ctx.needs_input_grad[1]:

@@ -20,6 +20,7 @@ GROUP = 16  # blocks of one program of `_blocks`; changes no bit
 LOG2E = tl.constexpr(1.44269502162933349609375)  # log2 e as fp32
 NEG_INF = tl.constexpr(float("-inf"))
 NAN = tl.constexpr(float("nan"))
+CHAIN = tl.constexpr(32)  # loads issued ahead of their additions; changes no bit
 LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 """A product and a sum are never contracted."""
 
@@ -144,12 +145,12 @@ def _merge(
             shifted = tl.where(m == NEG_INF, 0.0, s * (m - M))
             tl.store(scratch + plane + at + b, weight * (q + shifted), mask=b < blocks)
     tl.debug_barrier()  # the chain below reads what other threads of this program have stored
-    total = _ascending(scratch + at, blocks, 16)
+    total = _ascending(scratch + at, blocks, CHAIN)
     ln = tl.log(total)
     tl.store(lse + 2 * row, M)
     tl.store(lse + 2 * row + 1, ln)
     if ENTROPY:
-        tl.store(entropy + row, ln - tl.div_rn(_ascending(scratch + plane + at, blocks, 16), total))
+        tl.store(entropy + row, ln - tl.div_rn(_ascending(scratch + plane + at, blocks, CHAIN), total))
     temperature = tl.load(temperatures + row)
     if SAMPLE:
         temperature = tl.where(temperature == 0.0, 1.0, temperature)

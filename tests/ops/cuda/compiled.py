@@ -68,9 +68,18 @@ def ptx(function, constants: dict[str, Any], options: dict[str, Any]) -> str:
 def counts(options: dict[str, Any]) -> dict[str, dict[str, int]]:
     found = {name: ptx(function, constants, options) for name, (function, constants) in KERNELS.items()}
     return {
-        name: {what: len(re.findall(pattern, text)) for what, pattern in INSTRUCTIONS.items()}
+        name: {
+            **{what: len(re.findall(pattern, text)) for what, pattern in INSTRUCTIONS.items()},
+            "barrier_after_stores": barriers_after_stores(text),
+        }
         for name, text in found.items()
     }
+
+
+def barriers_after_stores(text: str) -> int:
+    """Places where global stores are followed by a barrier and then by global loads."""
+    events = re.findall(r"(?:ld|st)\.global|bar\.sync", text)
+    return len(re.findall("SBL", "".join({"ld": "L", "st": "S", "ba": "B"}[event[:2]] for event in events)))
 
 
 if __name__ == "__main__":
