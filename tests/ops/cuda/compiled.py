@@ -1,0 +1,86 @@
+"""Compiles Triton kernels for sm90 without a GPU and counts instructions in their PTX. Runs outside the interpreter.
+
+`python -m tests.ops.cuda.compiled` prints JSON: kernel -> counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from exactrl.ops.cuda import triton_logprob as kernels
+
+INSTRUCTIONS = {
+    "fma": r"\bfma\.",
+    "ieee_division": r"div\.rn\.f32",
+    "approximate_division": r"div\.(?:full|approx)|rcp\.",
+    "exp2": r"ex2\.approx\.ftz\.f32",
+    "other_approximation": r"(?:lg2|sqrt|rsqrt|sin|cos|tanh)\.approx|ex2\.approx\.f32",
+}
+TYPES = {
+    "keys": "*i64",
+    "positions": "*i64",
+    "targets": "*i64",
+    "digests": "*i64",
+    "token": "*i32",
+    "d_logits": "*bf16",
+}
+SIZES = ("V", "rows", "blocks", "groups", "stride")
+
+
+@triton.jit
+def _ln(x, y):
+    i = tl.arange(0, 128)
+    tl.store(y + i, tl.log(tl.load(x + i)))
+
+
+NOT_SAMPLING = {"keys": None, "positions": None, "best": None, "token": None}
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ln": (_ln, {}),
+    "blocks": (kernels._blocks, {**NOT_SAMPLING, "N": 16, "SAMPLE": False, "ENTROPY": True}),
+    "blocks sampling": (kernels._blocks, {"N": 16, "SAMPLE": True, "ENTROPY": False}),
+    "merge": (kernels._merge, {"best": None, "token": None, "SAMPLE": False, "ENTROPY": True, "WIDTH": 1024}),
+    "merge sampling": (kernels._merge, {"SAMPLE": True, "ENTROPY": False, "WIDTH": 1024}),
+    "all": (kernels._all, {"digests": None, "COUNT": 2048, "DIGEST": False}),
+    "digest": (kernels._all, {"out": None, "COUNT": 2048, "DIGEST": True}),
+    "backward": (kernels._backward, {"COUNT": 2048}),
+}
+
+
+def ptx(function, constants: dict[str, Any], options: dict[str, Any]) -> str:
+    def kind(name: str) -> str:
+        return "constexpr" if name in constants else "i32" if name in SIZES else TYPES.get(name, "*fp32")
+
+    signature = {name: kind(name) for name in function.arg_names}
+    aligned = [i for i, (n, t) in enumerate(signature.items()) if t.startswith("*") or n in ("V", "stride")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}  # as for a vocabulary that 16 divides
+    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+def counts(options: dict[str, Any]) -> dict[str, dict[str, int]]:
+    found = {name: ptx(function, constants, options) for name, (function, constants) in KERNELS.items()}
+    return {
+        name: {
+            **{what: len(re.findall(pattern, text)) for what, pattern in INSTRUCTIONS.items()},
+            "barrier_after_stores": barriers_after_stores(text),
+        }
+        for name, text in found.items()
+    }
+
+
+def barriers_after_stores(text: str) -> int:
+    """Places where global stores are followed by a barrier and then by global loads."""
+    events = re.findall(r"(?:ld|st)\.global|bar\.sync", text)
+    return len(re.findall("SBL", "".join({"ld": "L", "st": "S", "ba": "B"}[event[:2]] for event in events)))
+
+
+if __name__ == "__main__":
+    json.dump(counts(kernels.LAUNCH), sys.stdout)
