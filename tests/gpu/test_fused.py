@@ -46,11 +46,15 @@ def test_norms_have_the_bits_of_the_definition(n: int, rows: int, residual: torc
     assert same(norm.rms_norm(*cuda(h, w), EPS), definition.rms_norm(h, w, EPS))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e18])
+@pytest.mark.parametrize("scale", [1e-39, 1e-30, 1e-18, 1e17])
 def test_norms_of_extreme_rows(scale: float) -> None:
-    h, w = normal(40, 1024, seed=1, scale=scale), normal(1024, seed=3)
+    """1e-39: denormal in bfloat16, whose addition is an instruction of its own."""
+    h, x, w = normal(40, 1024, seed=1, scale=scale), normal(40, 1024, seed=2, scale=scale), normal(1024, seed=3)
     h[::3, ::7] = 0
     assert same(norm.rms_norm(*cuda(h, w), EPS), definition.rms_norm(h, w, EPS))
+    found, expected = norm.add_rms_norm(*cuda(h, x, w), EPS), definition.add_rms_norm(h, x, w, EPS)
+    assert same(found[0], expected[0])
+    assert same(found[1], expected[1])
 
 
 @pytest.mark.parametrize("warps", [1, 2, 4, 8, 16])
@@ -112,9 +116,7 @@ def gradients(tokens: int, seed: int = 1) -> list[torch.Tensor]:
     masters = [w.float().requires_grad_() for w in weights]
     h = embedding.embedding(ids, weights[0], BF16, master=masters[0])
     h, y = norm.add_rms_norm(h, normal(tokens, n, seed=5).cuda(), weights[1], EPS, master=masters[1])
-    q, k, v = qkv.qkv(
-        y, weights[2], weights[3], rope, positions, shape, EPS, master_q=masters[2], master_k=masters[3]
-    )  # fmt: skip
+    q, k, v = qkv.qkv(y, weights[2], weights[3], rope, positions, shape, EPS, master_q=masters[2], master_k=masters[3])
     outputs = [swiglu.swiglu(torch.cat([q, k, v], 1).flatten(1)), h]
     torch.autograd.backward(outputs, list(cuda(normal(tokens, n // 2, seed=6), normal(tokens, n, seed=7))))
     found = [m.grad for m in masters if m.grad is not None]
@@ -154,7 +156,7 @@ def test_qkv_gradients_are_those_of_fp64() -> None:
     moved = RopeTable(*cuda(rope.cos, rope.sin))
     found = qkv.qkv(
         leaves[0], wq.float(), wk.float(), moved, positions.cuda(), shape, EPS, master_q=leaves[1], master_k=leaves[2]
-    )  # fmt: skip
+    )
     wide = [t.double().requires_grad_() for t in (x, wq, wk)]
     cos, sin = (t[positions].double().cuda() for t in (rope.cos, rope.sin))
     right = qkv.qkv_reference(*wide, cos, sin, shape, EPS)

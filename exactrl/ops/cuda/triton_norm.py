@@ -10,9 +10,7 @@ from exactrl.ops.cuda.triton_rows import EXACT, JOB, LONGEST_ROW, inverse_rms, r
 
 
 @triton.jit
-def rms_norm_kernel(
-    h, x, w, h_out, y, stride_h, stride_x, eps, N: tl.constexpr, P: tl.constexpr
-):  # fmt: skip
+def rms_norm_kernel(h, x, w, h_out, y, stride_h, stride_x, eps, N: tl.constexpr, P: tl.constexpr):
     """One row. With x (else None): h_out = h + x is stored, and its rounded value normalised."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     inside = i < N
@@ -30,7 +28,7 @@ def rms_norm_kernel(
 @triton.jit(do_not_specialize=["T"])
 def rms_norm_backward_kernel(
     h, w, dy, extra, dh, dx, parts, T, stride_h, eps, N: tl.constexpr, P: tl.constexpr, JOB: tl.constexpr
-):  # fmt: skip
+):
     """JOB rows, ascending; parts fp32 [jobs, N] or None. dx: dh once more in x's dtype, or None."""
     job, i = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     inside = i < N

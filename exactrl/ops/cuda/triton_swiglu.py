@@ -58,7 +58,5 @@ def backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """dy [T, I], contiguous -> [T, 2 I]."""
     grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     n = gate_up.shape[1] // 2
-    swiglu_backward_kernel[_grid(gate_up)](
-        gate_up, dy, grad, row_stride(gate_up), n, BLOCK, num_warps=4, **EXACT
-    )  # fmt: skip
+    swiglu_backward_kernel[_grid(gate_up)](gate_up, dy, grad, row_stride(gate_up), n, BLOCK, num_warps=4, **EXACT)
     return grad

@@ -44,9 +44,7 @@ def rms_norm(h: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     return ((v * inverse_rms(v, eps)) * w.float()).to(w.dtype)
 
 
-def add_rms_norm(
-    h: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def add_rms_norm(h: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     h = (h.float() + x.float()).to(h.dtype)
     return h, rms_norm(h, w, eps)
 

@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed (pip install 'triton>=3.6' on Linux x86-64)")
 ROOT = Path(__file__).parents[3]
 FORBIDDEN = re.compile(r"\b(?:fma\.|div\.full|div\.approx|rcp\.|rsqrt\.|sqrt\.approx|atom\.|red\.)[\w.]*")
+UNROUNDED = re.compile(r"\b(?:add|sub|mul)\.(?:ftz\.)?(?:f32|bf16|bf16x2)\b")
+"""Without .rn the assembler may still contract them."""
 DIVIDING = {"rms_norm", "add_rms_norm", "rms_norm_backward", "qkv", "qkv_into_cache", "qkv_backward"}
 
 
@@ -39,6 +41,7 @@ def test_nothing_is_contracted_approximated_or_added_in_the_order_of_arrival(ker
     for name, text in kernels.items():
         assert ".target sm_90" in text, name
         assert FORBIDDEN.findall(text) == [], name
+        assert UNROUNDED.findall(text) == [], name
         flushed = set(re.findall(r"\b[\w.]+\.ftz[\w.]*", text))
         assert flushed == ({"ex2.approx.ftz.f32"} if "swiglu" in name else set()), name
 
@@ -54,3 +57,4 @@ def test_contraction_would_be_seen(tmp_path: Path) -> None:
     """The same kernels with the compiler's default."""
     text = compiled("--contract", cache=tmp_path)
     assert {name for name in text if FORBIDDEN.search(text[name])} >= {"qkv", "qkv_backward", "rms_norm_backward"}
+    assert {name for name in text if UNROUNDED.search(text[name])} >= {"rms_norm", "swiglu"}

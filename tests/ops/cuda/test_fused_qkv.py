@@ -104,7 +104,7 @@ def test_a_head_whose_tree_is_not_two_halves_is_refused() -> None:
         op.qkv(*drawn(1, HeadShape(1, 1, 96)))
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[0:3:2], ids=str)
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_gradients_are_those_of_fp64(tokens: int, shape: HeadShape) -> None:
     x, wq, wk, rope, positions, _, _ = drawn(tokens, shape)
