@@ -7,8 +7,8 @@ Definition on `sm90`, per row of n elements; rn is a rounding to fp32, tree the 
     y_i = round_w(rn(rn(v_i r) fp32(w_i)))
 
 round_h rounds to the residual dtype, round_w to the weight's. Divisions and square roots are IEEE, nothing is
-contracted. Where h and x are both bfloat16 the compiler makes one bfloat16 addition of the sum and its rounding: fp32 has
-more than twice as many digits, so that rounding twice gives the same value.
+contracted. Where h and x are both bfloat16 the compiler makes one bfloat16 addition of the sum and its rounding: fp32
+has more than twice as many digits, so that rounding twice gives the same value.
 
 Backward, u_i = rn(v_i r), g_i = rn(dy_i w_i), c = rn(tree(rn(g_i u_i)) / n): d_i = rn(r rn(g_i - rn(u_i c))), then
 + the gradient of h' itself, rounded once. dw: rn(dy_i u_i) summed ascending over 32 rows, these sums by
