@@ -1,0 +1,62 @@
+"""SwiGLU in Triton; definition in swiglu.py. Legend: T rows, I width of gate and of up."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from exactrl.ops.cuda.triton_rows import EXACT, row_stride
+
+LOG2E = tl.constexpr(1.44269502162933349609375)  # log2 e as fp32
+BLOCK = 1024
+
+
+@triton.jit
+def _one_plus_exp(g):
+    """1 + exp(-g)."""
+    return tl.exp2(-g * LOG2E) + 1.0
+
+
+@triton.jit
+def swiglu_kernel(gate_up, y, stride, I, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < I
+    g = tl.load(gate_up + row * stride + i, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + row * stride + I + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * I + i, (tl.div_rn(g, _one_plus_exp(g)) * u).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_backward_kernel(gate_up, dy, grad, stride, I, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < I
+    g = tl.load(gate_up + row * stride + i, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + row * stride + I + i, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dy + row * I + i, mask=inside, other=0.0).to(tl.float32)
+    s = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), _one_plus_exp(g))
+    silu = g * s
+    dg, du = (d * u) * (s * (1.0 + (g - silu))), d * silu
+    tl.store(grad + row * 2 * I + i, dg.to(grad.dtype.element_ty), mask=inside)
+    tl.store(grad + row * 2 * I + I + i, du.to(grad.dtype.element_ty), mask=inside)
+
+
+def _grid(gate_up: torch.Tensor) -> tuple[int, int]:
+    rows, width = gate_up.shape
+    assert width % 2 == 0, f"gate and up are halves of a row, not of {width}"
+    return rows, triton.cdiv(width // 2, BLOCK)
+
+
+def forward(gate_up: torch.Tensor) -> torch.Tensor:
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device)
+    swiglu_kernel[_grid(gate_up)](gate_up, y, row_stride(gate_up), n, BLOCK, num_warps=4, **EXACT)
+    return y
+
+
+def backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """dy [T, I], contiguous -> [T, 2 I]."""
+    grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    n = gate_up.shape[1] // 2
+    swiglu_backward_kernel[_grid(gate_up)](gate_up, dy, grad, row_stride(gate_up), n, BLOCK, num_warps=4, **EXACT)
+    return grad
