@@ -41,7 +41,8 @@ def _store_halves(y, first, a, b, COUNT: tl.constexpr, D: tl.constexpr, HEADS: t
 def _angles(cos, sin, position, POSITIONS, D: tl.constexpr):
     """[1, D / 2] each; NaN for a position outside the table, so that it cannot pass unseen."""
     i = tl.arange(0, D // 2)
-    known = (position >= 0) & (position < POSITIONS) & (i >= 0)
+    here = position + tl.zeros_like(i)  # as a tensor: the interpreter has a number here
+    known = (here >= 0) & (here < POSITIONS)
     at = position * (D // 2) + i
     c = tl.load(cos + at, mask=known, other=float("nan"))
     return c[None, :], tl.load(sin + at, mask=known, other=float("nan"))[None, :]
