@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from exactrl.errors import CertificationError, ConfigError
+from exactrl.errors import CertificationError, ConfigError, EnvironmentProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,17 @@ def cache_folder() -> Path:
     """Certificates and compiled GPU kernels; everything in it can be made again."""
     root = os.environ.get("EXACTRL_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "exactrl"
+
+
+def write_cached(path: Path, content: bytes) -> None:
+    """Writes a file of the cache folder, whole or not at all. Raises EnvironmentProblem when it cannot be written."""
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}; set EXACTRL_CACHE_DIR") from error
 
 
 def certificate_folder() -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from exactrl.contract import (
     certificate_folder,
     certificate_path,
     load_certificate,
+    write_cached,
 )
-from exactrl.errors import EnvironmentProblem
 from exactrl.model.config import ModelConfig
 from exactrl.parity.certify import LinearResult
 from exactrl.parity.certify_attention import AttentionResult
@@ -59,13 +58,7 @@ def write_certificate(
     content = certificate_json(
         machine, [linears[shape] for shape in sorted(linears)], [attends[shape] for shape in sorted(attends)]
     )
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(content)
-        beside.replace(path)
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}; set EXACTRL_CACHE_DIR") from error
+    write_cached(path, content.encode())
     return path
 
 

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from exactrl.contract import AttentionShape
-from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, WARP_ROWS, WARP_SPLIT, AttentionTile, WarpTile
+from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, WARP_SPLIT, AttentionTile, WarpTile
 
 HEAD_DIMS = (64, 128, 256)
 SHARED_BYTES = 228 * 1024  # of a multiprocessor, for all its programs
@@ -157,7 +157,7 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
     return _serves(shape) and (shape.dim <= 128 or tile.rows <= 64) and (whole_blocks or not tile.tma)
 
 
-def _split_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
+def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
     return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows and fits
 
@@ -166,11 +166,6 @@ def _warp_split(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
     from exactrl.ops.cuda.split_attention import attend_splits
 
     attend_splits(q, k, v, rows, out, lse, sequences, tile)
-
-
-def _warp_split_serves(shape: AttentionShape, tile: WarpTile) -> bool:
-    fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
-    return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= WARP_ROWS and fits
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:
@@ -187,47 +182,27 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
             )
             for tile in IN_ORDER
         ),
-        *(
-            AttentionImplementation(
-                f"triton-split:{tile}",
-                "split",
-                partial(_split, tile=tile),
-                partial(_split_serves, tile=tile),
-                tile.rows,
-            )
-            for tile in SPLIT
-        ),
+        *(_split_of("triton-split", _split, tile) for tile in SPLIT),
         *_compiled(),
-        *_hopper(),
     ]
     return {implementation.name: implementation for implementation in found}
 
 
+def _split_of(name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile) -> AttentionImplementation:
+    serves = partial(_split_serves, tile=tile)
+    return AttentionImplementation(f"{name}:{tile}", "split", partial(attend, tile=tile), serves, tile.rows)
+
+
 def _compiled() -> list[AttentionImplementation]:
     """The kernels in CUDA C++, where they can be compiled."""
-    from exactrl.ops.cuda import nvrtc
-
-    if not nvrtc.available():
-        return []
-    return [
-        AttentionImplementation(
-            f"{'cuda-split-tma' if tile.tma else 'cuda-split'}:{tile}",
-            "split",
-            partial(_warp_split, tile=tile),
-            partial(_warp_split_serves, tile=tile),
-            WARP_ROWS,
-        )
-        for tile in WARP_SPLIT
-    ]
-
-
-def _hopper() -> list[AttentionImplementation]:
-    """The in-order kernel in CUDA C++, where it can be compiled."""
     from exactrl.ops.cuda import hopper_attention, nvrtc
 
     if not nvrtc.available():
         return []
-    return [AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves)]
+    return [
+        AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves),
+        *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
+    ]
 
 
 def paged_attention(

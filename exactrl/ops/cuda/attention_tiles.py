@@ -57,6 +57,10 @@ class WarpTile:
     ctas: int
     tma: bool = False
 
+    @property
+    def rows(self) -> int:
+        return WARP_ROWS
+
     def __str__(self) -> str:
         return f"{self.keys}x{self.ring}-c{self.ctas}"
 

@@ -6,6 +6,8 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using bf16 = unsigned short;  // only moved, never computed with
 
+#define NONE __int_as_float(0xff800000)  // the maximum of no scores
+
 struct alignas(64) TensorMap {
   char bytes[128];
 };
@@ -44,10 +46,6 @@ __device__ __forceinline__ void copy_box(u32 into, const TensorMap* map, u32 bar
           "r"(into),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
-}
-
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Ordinary stores to shared memory become visible to the copy engine and the matrix unit.

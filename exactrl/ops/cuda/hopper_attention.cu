@@ -13,7 +13,6 @@ constexpr int D = DIM, BLOCK = 64, TOKENS = 64 / GROUP, REGIONS = D / 64;
 constexpr int BLOCK_BYTES = BLOCK * D * 2, REGION_BYTES = 64 * 128;
 // Values carry eight further columns of ones, so that one product gives the weighted sum and the sum of the weights.
 constexpr int VALUE_BYTES = BLOCK_BYTES + REGION_BYTES, NUM_OUT = D / 2, NUM_ACC = NUM_OUT + 4;
-#define NONE __int_as_float(0xff800000)  // the maximum of no scores
 
 struct Shared {
   alignas(1024) char q[CONSUMERS][REGIONS * REGION_BYTES];

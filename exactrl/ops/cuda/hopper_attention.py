@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from exactrl.contract import AttentionShape
+from exactrl.ops.cuda.attention_host import multiprocessors, page_map, scale_of
 from exactrl.ops.cuda.nvrtc import Kernel, TensorMap, tensor_map
 
 if TYPE_CHECKING:
@@ -92,11 +92,10 @@ def attend(
         kv_heads=kv_heads,
         num_tokens=tokens,
         split_blocks=kv_split // BLOCK,
-        scale=float(np.float32(math.log2(math.e) / math.sqrt(dim))),
+        scale=scale_of(dim),
     )
     maps = (_queries(q, kv_heads, group), _keys(k, page_size), _keys(v, page_size))
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    kernel.launch((min(processors, len(plan.items)), 1, 1), THREADS, (*maps, arguments))
+    kernel.launch((min(multiprocessors(q.device), len(plan.items)), 1, 1), THREADS, (*maps, arguments))
 
 
 def _queries(q: torch.Tensor, kv_heads: int, group: int) -> TensorMap:
@@ -107,11 +106,7 @@ def _queries(q: torch.Tensor, kv_heads: int, group: int) -> TensorMap:
 
 def _keys(k: torch.Tensor, page_size: int) -> TensorMap:
     """[pages, page_size, HK, D], or [T, HK, D] as one page."""
-    dim, kv_heads = k.shape[-1], k.shape[-2]
-    if page_size:
-        strides = (1, k.stride(2), k.stride(1), k.stride(0))
-        return tensor_map(k, (dim, kv_heads, page_size, len(k)), strides, (64, 1, min(BLOCK, page_size), 1))
-    return tensor_map(k, (dim, kv_heads, len(k), 1), (1, k.stride(1), k.stride(0), k.stride(0)), (64, 1, BLOCK, 1))
+    return page_map(k, min(BLOCK, page_size)) if page_size else page_map(k[None], BLOCK)
 
 
 @functools.cache

@@ -10,14 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from exactrl.contract import cache_folder
+from exactrl.contract import cache_folder, write_cached
 from exactrl.errors import EnvironmentProblem
 
 ARCHITECTURE = "sm_90a"
@@ -74,18 +72,8 @@ def cached_cubin(source: str, name: str, options: Sequence[str] = ()) -> bytes:
     if path.exists():
         return path.read_bytes()
     code, _ = compile_cubin(source, name, options)
-    _keep(path, code)
+    write_cached(path, code)
     return code
-
-
-def _keep(path: Path, code: bytes) -> None:
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(code)
-        beside.replace(path)
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}; set EXACTRL_CACHE_DIR") from error
 
 
 class Kernel:

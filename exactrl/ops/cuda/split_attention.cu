@@ -10,18 +10,6 @@
 // Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one chunk), RING (chunks a warp holds), WARPS, TMA (1:
 // chunks come through the bulk copy engine, 0: by copies of 16 bytes).
 
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ u32 pair_of(float low, float high) {
-  u32 y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-  return y;
-}
-
 __device__ __forceinline__ u32 transposed(u32 x) {
   u32 y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -74,7 +62,7 @@ __device__ __forceinline__ void add_block(
     best = fmaxf(best, __shfl_xor_sync(~0u, best, 16));
     float mn = fmaxf(x.m[side], best);
     mz[side] = mn == NONE ? 0.0f : mn;
-    al[side] = exp2_of(__fsub_rn(x.m[side], mz[side]));
+    al[side] = exp2_approx(__fsub_rn(x.m[side], mz[side]));
     x.m[side] = mn;
   }
 #pragma unroll
@@ -89,7 +77,7 @@ __device__ __forceinline__ void add_block(
   for (int i = 0; i < BLOCK / 16; i++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      p[i][half] = transposed(pair_of(exp2_of(__fsub_rn(s[i][2 * half], mz[0])), exp2_of(__fsub_rn(s[i][2 * half + 1], mz[1]))));
+      p[i][half] = transposed(pack(exp2_approx(__fsub_rn(s[i][2 * half], mz[0])), exp2_approx(__fsub_rn(s[i][2 * half + 1], mz[1]))));
 #pragma unroll
   for (int i = 0; i < BLOCK / 16; i++) multiply(x.l, ones, p[i][0], p[i][1]);
 #pragma unroll
@@ -110,14 +98,14 @@ __device__ __forceinline__ void add_block(
 }
 
 __device__ __forceinline__ void store_out(const Arguments& a, const Item& item, int row, int d, float value) {
-  u32 pair = pair_of(value, 0.0f);
+  u32 pair = pack(value, 0.0f);
   int token = item.start + row / GROUP, head = item.head * GROUP + row % GROUP;
-  a.out[((u64)token * HEADS + head) * D + d] = (u16)pair;
+  a.out[((u64)token * HEADS + head) * D + d] = (bf16)pair;
 }
 
 __device__ __forceinline__ void store_lse(const Arguments& a, const Item& item, int row, float m, float l) {
   int token = item.start + row / GROUP, head = item.head * GROUP + row % GROUP;
-  if (a.lse) a.lse[(u64)head * a.tokens + token] = __fmul_rn(__fadd_rn(m, log2f(l)), 0.693147182464599609375f);
+  if (a.lse) a.lse[(u64)head * a.tokens + token] = log_sum_exp(m, l);
 }
 
 // The only split of its sequence, merged into nothing; or, where the plan has no room, NaN.
@@ -126,7 +114,7 @@ __device__ void finish_alone(const Arguments& a, const Item& item, const State& 
   for (int side = 0; side < 2; side++) {
     int row = (lane & 3) * 2 + side;
     if (row >= item.count * GROUP) continue;
-    float m = x.m[side], first = exp2_of(__fsub_rn(NONE, m)), second = exp2_of(__fsub_rn(m, m));
+    float m = x.m[side], first = exp2_approx(__fsub_rn(NONE, m)), second = exp2_approx(__fsub_rn(m, m));
     float l = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.l[side], second));
     if (item.split < 0) l = __int_as_float(0x7fffffff);
 #pragma unroll
@@ -175,7 +163,7 @@ __device__ void merge(const Arguments& a, const Item& item) {
       for (int i = 0; i < UNROLL; i++) {
         float m = stats[i].x, l = stats[i].y, values[4] = {acc[i].x, acc[i].y, acc[i].z, acc[i].w};
         if (split0 + i >= splits || m == NONE) continue;  // a split of which the row sees no key
-        float mn = fmaxf(M, m), old_weight = exp2_of(__fsub_rn(M, mn)), weight = exp2_of(__fsub_rn(m, mn));
+        float mn = fmaxf(M, m), old_weight = exp2_approx(__fsub_rn(M, mn)), weight = exp2_approx(__fsub_rn(m, mn));
 #pragma unroll
         for (int j = 0; j < 4; j++) A[j] = __fadd_rn(__fmul_rn(A[j], old_weight), __fmul_rn(values[j], weight));
         L = __fadd_rn(__fmul_rn(L, old_weight), __fmul_rn(l, weight)), M = mn;
@@ -189,8 +177,8 @@ __device__ void merge(const Arguments& a, const Item& item) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
-    const u16* q_rows, const u16* k, const u16* v, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, u16* out, float* lse, int wants_lse, const int* items, const int* item_count, int* arrived, float* partial, float* stats, const int* starts,
+    const bf16* q_rows, const bf16* k, const bf16* v, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, bf16* out, float* lse, int wants_lse, const int* items, const int* item_count, int* arrived, float* partial, float* stats, const int* starts,
     const int* lengths, const int* tables, int table_width, int tokens, int held, int stride_q, int stride_k, int stride_v,
     float scale) {
   const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, starts, lengths,
@@ -203,9 +191,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
   int busy = 1;
   while (busy < WARPS && busy * blocks < total) busy *= 2;
   int step = blocks * busy, index = warp < busy ? blockIdx.x * busy + warp : total;
-  u32 shared = ((u32)__cvta_generic_to_shared(unaligned) + 1023) & ~1023u;
-  u32 full = (u32)__cvta_generic_to_shared(&barriers[warp][0]);
-  if (lane < RING) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + lane * 8) : "memory");
+  u32 shared = (shared_address(unaligned) + 1023) & ~1023u;
+  u32 full = shared_address(barriers[warp]);
+  if (lane < RING) barrier_init(full + lane * 8, 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   __syncwarp();
   Feed feed = {a, &k_map, &v_map, shared + warp * RING * CHUNK_BYTES, full, lane, index, step, total};
@@ -222,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
       x.m[0] = x.m[1] = NONE;
       u32 q[STEPS][2];
       int row = lane >> 2, limit[2];
-      const u16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
+      const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
       for (int i = 0; i < STEPS; i++)
         for (int half = 0; half < 2; half++)
           q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;

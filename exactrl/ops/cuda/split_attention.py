@@ -1,6 +1,6 @@
 """Attention with the splits in parallel, in CUDA C++ for sm_90: decode, at most 8 rows x grouped heads of a sequence.
 
-Kernel: split_feed.cuh and split_attention.cu; definition: attention.py; the list of splits is that of
+Kernel: split_attention.cu with split_feed.cuh and hopper.cuh; definition: attention.py; the list of splits is that of
 triton_split_attention.py.
 """
 
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from exactrl.ops.cuda.attention_host import multiprocessors, page_map, scale_of
 from exactrl.ops.cuda.attention_tiles import WARPS, WarpTile
-from exactrl.ops.cuda.nvrtc import Kernel, TensorMap, tensor_map
-from exactrl.ops.cuda.triton_attention import page_size_of, scale_of, strides
-from exactrl.ops.cuda.triton_split_attention import multiprocessors, split_plan
+from exactrl.ops.cuda.nvrtc import Kernel
+from exactrl.ops.cuda.triton_attention import page_size_of, strides
+from exactrl.ops.cuda.triton_split_attention import split_plan
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -25,7 +26,7 @@ FOLDER = Path(__file__).parent
 
 
 def source() -> str:
-    return "".join((FOLDER / name).read_text() for name in ("split_feed.cuh", "split_attention.cu"))
+    return "".join((FOLDER / name).read_text() for name in ("hopper.cuh", "split_feed.cuh", "split_attention.cu"))
 
 
 def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: WarpTile) -> list[str]:
@@ -40,13 +41,6 @@ def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: Wa
 def _kernel(heads: int, kv_heads: int, dim: int, page_size: int, tile: WarpTile, device: int) -> Kernel:
     options = source_options(heads, kv_heads, dim, page_size, tile)
     return Kernel(source(), "attend_splits", options, tile.shared_bytes(dim))
-
-
-def _pages(k: torch.Tensor, tile: WarpTile) -> TensorMap:
-    """k or v [pages, page_size, HK, D], read in boxes of 64 elements of one head."""
-    pages, page_size, kv_heads, dim = k.shape
-    box = (64, 1, min(tile.keys, page_size), 1)
-    return tensor_map(k, (dim, kv_heads, page_size, pages), (1, k.stride(2), k.stride(1), k.stride(0)), box)
 
 
 def attend_splits(
@@ -68,7 +62,7 @@ def attend_splits(
     blocks = min(len(plan.items) * kv_heads, multiprocessors(q.device) * tile.ctas)
     kernel = _kernel(heads, kv_heads, dim, page_size, tile, torch.cuda.current_device())
     kernel.launch((blocks, 1, 1), WARPS * 32, (
-        q, k, v, _pages(k, tile), _pages(v, tile), out, out if lse is None else lse, int(lse is not None), plan.items,
-        plan.total, plan.arrived, plan.partial, plan.stats, rows.starts, rows.lengths, rows.tables,
-        rows.tables.stride(0), t, plan.held, *strides(q, k, v, page_size), scale_of(dim),
+        q, k, v, *(page_map(x, min(tile.keys, page_size)) for x in (k, v)), out, out if lse is None else lse,
+        int(lse is not None), plan.items, plan.total, plan.arrived, plan.partial, plan.stats, rows.starts, rows.lengths,
+        rows.tables, rows.tables.stride(0), t, plan.held, *strides(q, k, v, page_size), scale_of(dim),
     ))  # fmt: skip

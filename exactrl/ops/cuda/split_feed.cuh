@@ -1,24 +1,15 @@
 // How a warp of split_attention.cu gets its keys and values: the items of a launch, and a ring of chunks in shared memory
 // that is filled ahead, through the bulk copy engine (TMA 1) or by copies of 16 bytes (TMA 0).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
 constexpr int D = DIM, GROUP = HEADS / KV_HEADS, SPLIT = 512, BLOCK = 64, LANES = 32;
 constexpr int TILES = KEYS / 16, CHUNKS = BLOCK / KEYS;  // of 16 keys in a chunk; chunks of K in a block
 constexpr int ROW_BYTES = D * 2, SEGMENTS = ROW_BYTES / 16, CHUNK_BYTES = KEYS * ROW_BYTES, STEPS = D / 16;
 constexpr int ROWS_AT_ONCE = LANES / SEGMENTS;
 constexpr int BOX = KEYS < PAGE_SIZE ? KEYS : PAGE_SIZE, REGIONS = D / 64, UNROLL = 8;  // keys, and parts of D, of a copy
-#define NONE __int_as_float(0xff800000)  // the maximum of no scores
-
-struct alignas(64) TensorMap {
-  char bytes[128];
-};
 
 struct Arguments {
-  const u16 *q, *k, *v;  // bf16; row of a key = page * PAGE_SIZE + place in the page
-  u16* out;              // [tokens, HEADS, D]
+  const bf16 *q, *k, *v;  // row of a key = page * PAGE_SIZE + place in the page
+  bf16* out;              // [tokens, HEADS, D]
   float* lse;            // [HEADS, tokens] or null
   const int* items;      // [capacity, 3] sequence, split, place
   const int* total;
@@ -95,22 +86,19 @@ struct Feed {
 #if TMA
   __device__ __forceinline__ void copy_boxes(const TensorMap* map, u32 into, u32 barrier, int first, int key0) {
     int boxes = min(max(item.length - key0 + BOX - 1, 0) / BOX, KEYS / BOX);
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(boxes * BOX * ROW_BYTES) : "memory");
+    if (lane == 0) barrier_expect(barrier, boxes * BOX * ROW_BYTES);
 #pragma unroll
     for (int part = 0; part < KEYS / BOX; part++) {
       int entry = __shfl_sync(~0u, page, (first + part * BOX) / 16);
       if (lane == 0 && part < boxes)
 #pragma unroll
         for (int region = 0; region < REGIONS; region++)
-          asm volatile(
-              "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-              :: "r"(into + region * KEYS * 128 + part * BOX * 128), "l"(map), "r"(region * 64), "r"(item.head),
-                 "r"((key0 + part * BOX) % PAGE_SIZE), "r"(entry), "r"(barrier) : "memory");
+          copy_box(into + region * KEYS * 128 + part * BOX * 128, map, barrier, region * 64, item.head,
+                   (key0 + part * BOX) % PAGE_SIZE, entry);
     }
   }
 #else
-  __device__ __forceinline__ void copy_segments(const u16* base, int stride, u32 into, int first, int key0) {
+  __device__ __forceinline__ void copy_segments(const bf16* base, int stride, u32 into, int first, int key0) {
 #pragma unroll
     for (int i = 0; i < KEYS * SEGMENTS / LANES; i++) {
       int row = (i * LANES + lane) / SEGMENTS, segment = (i * LANES + lane) % SEGMENTS;
@@ -163,7 +151,7 @@ __device__ __forceinline__ void clear_from(u32 chunk, int row0, int lane) {
     if (row >= row0)
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(chunk + place_of(row, segment)), "r"(0) : "memory");
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before the copy engine writes there again
+  fence_async_shared();  // before the copy engine writes there again
   __syncwarp();
 }
 

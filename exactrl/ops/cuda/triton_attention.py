@@ -6,7 +6,6 @@ sequence. A query row of a program is (position, grouped head): row r of a seque
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from exactrl.ops.cuda.attention_host import scale_of
 from exactrl.ops.cuda.attention_tiles import AttentionTile
+from exactrl.ops.cuda.triton_exact import EXACT
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -26,13 +27,6 @@ LN2 = tl.constexpr(0.693147182464599609375)  # ln 2 as fp32
 NEG_INF = tl.constexpr(float("-inf"))
 SIZES = ["P", "T"]
 """Arguments that change from batch to batch: a kernel is compiled once for all of them."""
-EXACT = {"enable_fp_fusion": False}
-"""Options of every launch: a product and a sum are never contracted."""
-
-
-def scale_of(dim: int) -> float:
-    """log2(e) / sqrt(D), rounded to fp32."""
-    return float(np.float32(math.log2(math.e) / math.sqrt(dim)))
 
 
 @triton.jit

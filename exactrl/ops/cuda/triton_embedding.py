@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_rows import EXACT
+from exactrl.ops.cuda.triton_exact import EXACT
 
 BLOCK = 512
 

@@ -13,16 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
+from exactrl.ops.cuda.triton_exact import EXACT, LOG2E
 from exactrl.ops.cuda.triton_noise import gumbel
 
 BLOCK = 128  # Contract.vocab_block
 GROUP = 16  # blocks of one program of `_blocks`; changes no bit
-LOG2E = tl.constexpr(1.44269502162933349609375)  # log2 e as fp32
 NEG_INF = tl.constexpr(float("-inf"))
 NAN = tl.constexpr(float("nan"))
 CHAIN = tl.constexpr(32)  # loads issued ahead of their additions; changes no bit
-LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-"""A product and a sum are never contracted."""
+LAUNCH: dict[str, Any] = {"num_warps": 4, **EXACT}
 
 
 @triton.jit

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from exactrl.ops.cuda.triton_exact import EXACT
+
 
 @triton.jit
 def uniforms(key, position, first, COUNT: tl.constexpr):
@@ -46,7 +48,5 @@ def uniform_rows(keys: torch.Tensor, positions: torch.Tensor, vocab: int) -> tor
     """u fp32 [R, vocab] behind the noise of R draws; keys from `key_tensor`, positions int64 [R]."""
     out = torch.empty(len(keys), vocab, dtype=torch.float32, device=keys.device)
     if len(keys):
-        _uniform_rows[(len(keys), triton.cdiv(vocab, 1024))](
-            keys, positions, out, vocab, 1024, num_warps=4, enable_fp_fusion=False
-        )
+        _uniform_rows[(len(keys), triton.cdiv(vocab, 1024))](keys, positions, out, vocab, 1024, num_warps=4, **EXACT)
     return out

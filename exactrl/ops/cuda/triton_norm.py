@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_rows import EXACT, JOB, LONGEST_ROW, inverse_rms, row_stride, row_tree, warps_for
+from exactrl.ops.cuda.triton_exact import EXACT
+from exactrl.ops.cuda.triton_rows import JOB, LONGEST_ROW, inverse_rms, row_stride, row_tree, warps_for
 
 
 @triton.jit

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_rows import EXACT, JOB, inverse_rms, row_stride, row_tree, warps_for
+from exactrl.ops.cuda.triton_exact import EXACT
+from exactrl.ops.cuda.triton_rows import JOB, inverse_rms, row_stride, row_tree, warps_for
 
 if TYPE_CHECKING:
     from exactrl.ops.qkv import HeadShape, RopeTable

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-EXACT = {"enable_fp_fusion": False}
-"""Options of every launch: a product and a sum are never contracted."""
+from exactrl.ops.cuda.triton_exact import EXACT
+
 LONGEST_ROW = 16384
 JOB = 32  # rows whose weight gradient is summed ascending into one partial
 WIDTH_LEVELS = tl.constexpr(10)  # 1024 values

@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from exactrl.ops.cuda.attention_host import multiprocessors, scale_of
 from exactrl.ops.cuda.attention_tiles import AttentionTile
 from exactrl.ops.cuda.triton_attention import (
     BLOCK,
-    EXACT,
     LN2,
     NEG_INF,
     SPLIT,
@@ -27,9 +27,9 @@ from exactrl.ops.cuda.triton_attention import (
     key_rows,
     merge_split,
     page_size_of,
-    scale_of,
     strides,
 )
+from exactrl.ops.cuda.triton_exact import EXACT
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -216,7 +216,3 @@ def attend_splits(q, k, v, rows: AttentionRows, out, lse, sequences: np.ndarray,
 def _most_registers(tile: AttentionTile) -> int:
     """Registers of a thread that leave room for `ctas` programs on a multiprocessor."""
     return min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
-
-
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_rows import EXACT, row_stride
+from exactrl.ops.cuda.triton_exact import EXACT, LOG2E
+from exactrl.ops.cuda.triton_rows import row_stride
 
-LOG2E = tl.constexpr(1.44269502162933349609375)  # log2 e as fp32
 BLOCK = 1024
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from exactrl.ops.cuda import triton_logprob as kernels
+from tests.ops.cuda.ptx import to_ptx
 
 INSTRUCTIONS = {
     "fma": r"\bfma\.",
@@ -55,14 +54,11 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def ptx(function, constants: dict[str, Any], options: dict[str, Any]) -> str:
-    def kind(name: str) -> str:
-        return "constexpr" if name in constants else "i32" if name in SIZES else TYPES.get(name, "*fp32")
-
-    signature = {name: kind(name) for name in function.arg_names}
-    aligned = [i for i, (n, t) in enumerate(signature.items()) if t.startswith("*") or n in ("V", "stride")]
+    kinds = {name: "i32" if name in SIZES else TYPES.get(name, "*fp32") for name in function.arg_names}
+    pointers = {name for name, kind in kinds.items() if kind.startswith("*") and name not in constants}
+    aligned = [i for i, name in enumerate(kinds) if name in pointers or name in ("V", "stride")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}  # as for a vocabulary that 16 divides
-    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return to_ptx(function, kinds, constants, options, attributes)
 
 
 def counts(options: dict[str, Any]) -> dict[str, dict[str, int]]:

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from exactrl.ops.cuda import triton_embedding, triton_norm, triton_qkv, triton_rows, triton_swiglu
+from exactrl.ops.cuda import triton_embedding, triton_exact, triton_norm, triton_qkv, triton_rows, triton_swiglu
 
 BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 NORM = {"h": BF16, "w": BF16, "y": BF16, "stride_h": "i32", "stride_x": "i32", "eps": "fp32"}
@@ -59,13 +59,17 @@ CASES = {
 }
 
 
+def to_ptx(kernel, signature: dict[str, str], constants: dict, options: dict, attributes: dict | None = None) -> str:
+    """`signature` without the constants."""
+    types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
 def ptx(name: str, options: dict[str, bool]) -> str:
-    kernel, types, constants = CASES[name]
-    signature = {p: "constexpr" if p in constants else types[p] for p in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}).asm["ptx"]
+    return to_ptx(*CASES[name], {"num_warps": 4, **options})
 
 
 if __name__ == "__main__":
-    chosen: dict[str, bool] = {} if "--contract" in sys.argv else triton_rows.EXACT
+    chosen: dict[str, bool] = {} if "--contract" in sys.argv else triton_exact.EXACT
     json.dump({name: ptx(name, chosen) for name in CASES}, sys.stdout)
