@@ -35,7 +35,15 @@ import numpy as np
 import torch
 
 from exactrl.contract import AttentionShape
-from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, WARP_SPLIT, AttentionTile, WarpTile
+from exactrl.ops.cuda.attention_tiles import (
+    CLUSTER_SPLIT,
+    IN_ORDER,
+    SPLIT,
+    WARP_SPLIT,
+    AttentionTile,
+    ClusterTile,
+    WarpTile,
+)
 
 HEAD_DIMS = (64, 128, 256)
 SHARED_BYTES = 228 * 1024  # of a multiprocessor, for all its programs
@@ -157,7 +165,11 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
     return _serves(shape) and (shape.dim <= 128 or tile.rows <= 64) and (whole_blocks or not tile.tma)
 
 
-def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile) -> bool:
+def _cluster_serves(shape: AttentionShape, tile: ClusterTile) -> bool:
+    return _split_serves(shape, tile) and shape.dim // tile.blocks >= 16
+
+
+def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
     return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows and fits
 
@@ -166,6 +178,12 @@ def _warp_split(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
     from exactrl.ops.cuda.split_attention import attend_splits
 
     attend_splits(q, k, v, rows, out, lse, sequences, tile)
+
+
+def _cluster_split(q, k, v, rows, out, lse, sequences, tile: ClusterTile) -> None:
+    from exactrl.ops.cuda.cluster_attention import attend_clusters
+
+    attend_clusters(q, k, v, rows, out, lse, sequences, tile)
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:
@@ -202,6 +220,16 @@ def _compiled() -> list[AttentionImplementation]:
     return [
         AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves),
         *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
+        *(
+            AttentionImplementation(
+                f"cuda-cluster:{tile}",
+                "split",
+                partial(_cluster_split, tile=tile),
+                partial(_cluster_serves, tile=tile),
+                tile.rows,
+            )
+            for tile in CLUSTER_SPLIT
+        ),
     ]
 
 

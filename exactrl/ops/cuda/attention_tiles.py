@@ -77,3 +77,42 @@ WARP_SPLIT = tuple(
     for keys, ring, ctas in ((16, 6, 2), (16, 4, 3), (32, 3, 2), (32, 3, 4), (16, 6, 1))
     for tma in (False,)  # True is not offered before it has run on a device: a fault in its barriers would hang
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTile:
+    """The CUDA C++ kernel in which a cluster of `blocks` blocks takes a split; `fetch`: bytes (0, 128 or 256) around a
+    copy of V that the L2 gets."""
+
+    blocks: int
+    fetch: int = 0
+
+    @property
+    def rows(self) -> int:
+        return WARP_ROWS
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    def __str__(self) -> str:
+        return f"{self.blocks}" + (f"-f{self.fetch}" if self.fetch else "")
+
+    def shared_bytes(self, dim: int) -> int:
+        """Of a block: its share of a split's K and V, rows of q, scores, weights, maxima and factors, a flag."""
+        return 512 * dim * 4 // self.blocks + 8 * (2 * dim + 16) + 8 * (512 + 8) * 4 + 512 * 16 + 2 * 8 * 8 * 4 + 16
+
+    def resident(self, dim: int) -> int:
+        """Blocks that a multiprocessor shall hold at least."""
+        return min(2, 228 * 1024 // (self.shared_bytes(dim) + 1024))
+
+
+CLUSTER_SPLIT = (
+    ClusterTile(1),
+    ClusterTile(2),
+    ClusterTile(4),
+    ClusterTile(8),
+    ClusterTile(2, 256),
+    ClusterTile(4, 256),
+)
+"""A block has at least 16 columns of V: one tile of the matrix unit."""
