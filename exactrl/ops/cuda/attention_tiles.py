@@ -86,6 +86,7 @@ class ClusterTile:
 
     blocks: int
     fetch: int = 0
+    late: bool = False
 
     @property
     def rows(self) -> int:
@@ -96,7 +97,7 @@ class ClusterTile:
         return 1
 
     def __str__(self) -> str:
-        return f"{self.blocks}" + (f"-f{self.fetch}" if self.fetch else "")
+        return f"{self.blocks}" + (f"-f{self.fetch}" if self.fetch else "") + ("-late" if self.late else "")
 
     def shared_bytes(self, dim: int) -> int:
         """Of a block: its share of a split's K and V, rows of q, scores, weights, maxima and factors, a flag."""
@@ -113,6 +114,8 @@ CLUSTER_SPLIT = (
     ClusterTile(4),
     ClusterTile(8),
     ClusterTile(2, 256),
+    ClusterTile(4, 128),
     ClusterTile(4, 256),
+    ClusterTile(4, 0, True),
 )
 """A block has at least 16 columns of V: one tile of the matrix unit."""

@@ -276,6 +276,12 @@ __device__ __forceinline__ int* arrivals_of(const Arguments& a, const Item& item
   return a.arrived + (item.sequence * KV_HEADS + item.head) * CTAS + rank;
 }
 
+// The block's partial result is there: how many blocks of its rank were before it.
+__device__ __forceinline__ int signal(int* arrivals) {
+  __threadfence();
+  return atomicAdd(arrivals, 1);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_clusters(
     const bf16* q_rows, const bf16* k, const bf16* v, bf16* out, float* lse, int wants_lse, const int* items,
     const int* item_count, int* arrived, float* partial, float* stats, const int* starts, const int* lengths,
@@ -325,13 +331,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_clusters(
       accumulate(acc, l, shared, now.item.blocks, warp, lane);
       store(a, now.item, acc, l, all, rank, warp, lane);
     }
-    __threadfence();
     __syncthreads();
-    if (index + step < total) copy_values(a, next, shared + V_AT, rank, thread);
-    copies_commit();
     merging = now.item, splits = splits_of(merging), before = -1;
     if (merging.split < 0 || splits == 1) splits = 1;
-    else if (thread == 0) before = atomicAdd(arrivals_of(a, merging, rank), 1);
+    else if (thread == 0 && !SIGNAL_LATE) before = signal(arrivals_of(a, merging, rank));
+    if (index + step < total) copy_values(a, next, shared + V_AT, rank, thread);
+    copies_commit();
+    if (thread == 0 && SIGNAL_LATE && splits > 1) before = signal(arrivals_of(a, merging, rank));
     now = next;
   }
   if (thread == 0) *last = before == splits - 1;
