@@ -34,7 +34,8 @@ def source() -> str:
 def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: ClusterTile) -> list[str]:
     values = {
         "DIM": dim, "HEADS": heads, "KV_HEADS": kv_heads, "PAGE_SIZE": page_size, "CTAS": tile.blocks,
-        "RESIDENT": tile.resident(dim), "SHARED_BYTES": tile.shared_bytes(dim), "FETCH": tile.fetch, "SIGNAL_LATE": int(tile.late),
+        "RESIDENT": tile.resident(dim), "SHARED_BYTES": tile.shared_bytes(dim), "FETCH": tile.fetch,
+        "SIGNAL_LATE": int(tile.late),
     }  # fmt: skip
     return ["--fmad=false", *(f"-D{name}={value}" for name, value in values.items())]
 

@@ -1,0 +1,25 @@
+// attend_clusters on the host. Compiled with the -D of cluster_attention.cu and KERNEL, its text without shared memory's
+// declaration.
+#include "device_on_host.h"
+#include "split_items.cuh"
+#include KERNEL
+
+static void** given;
+
+template <typename T>
+static T argument(int i) { return *(T*)given[i]; }
+
+extern "C" void launch_on_host(int grid, int cluster_blocks, int threads, int seed, void** arguments) {
+  given = arguments;
+  random_number.seed(seed);
+  launch(grid, cluster_blocks, threads, SHARED_BYTES, [] {
+    attend_clusters(
+        argument<bf16*>(0), argument<bf16*>(1), argument<bf16*>(2), argument<bf16*>(3), argument<float*>(4), argument<int>(5),
+        argument<int*>(6), argument<int*>(7), argument<int*>(8), argument<float*>(9), argument<float*>(10),
+        argument<int*>(11), argument<int*>(12), argument<int*>(13), argument<int>(14), argument<int>(15), argument<int>(16),
+        argument<int>(17), argument<int>(18), argument<int>(19), argument<float>(20));
+  });
+}
+
+extern "C" float exp2_on_host(float x) { return exp2_approx(x); }
+extern "C" float lse_on_host(float max, float sum) { return log_sum_exp(max, sum); }
