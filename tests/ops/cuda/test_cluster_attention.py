@@ -1,5 +1,5 @@
-"""cluster_attention.cu on the host: its text, compiled by g++ against a model of the GPU (host/device_on_host.h), must give
-the bits of the definition written down in numpy with the same matrix unit.
+"""cluster_attention.cu on the host: its text, compiled by g++ against a model of the GPU (host/device_on_host.h), must
+give the bits of the definition written down in numpy with the same matrix unit.
 
 What only a GPU can show, the bits of its matrix unit and exp2, is in tests/gpu.
 """
@@ -47,10 +47,10 @@ def library(options: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 class HostKernel:
-    """nvrtc.Kernel, on the host. Clusters run one after another, `held` of them in one launch."""
+    """nvrtc.Kernel, on the host. `seed` draws the order of threads."""
 
-    def __init__(self, library: ctypes.CDLL, held: int, seed: int) -> None:
-        self.library, self.held, self.seed = library, held, seed
+    def __init__(self, library: ctypes.CDLL, seed: int) -> None:
+        self.library, self.seed = library, seed
 
     def launch(self, grid: tuple[int, int, int], threads: int, arguments: Any, cluster: int = 1) -> None:
         values = [_argument(a) for a in arguments]
@@ -138,7 +138,7 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
     tile = ClusterTile(blocks)
     host = library(tuple(cluster_attention.source_options(heads, kv_heads, dim, page_size, tile)), tmp_path)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cluster_attention, "_kernel", lambda *_: (HostKernel(host, held, seed), held))
+    kernels = [HostKernel(host, seed) for seed in range(2)]
     data = draw(LENGTHS, heads, kv_heads, dim, page_size, peak, 0, "cpu")
     counts = np.minimum(most, data.lengths)
     right, right_lse = expected(data, counts, Definition(host))
@@ -146,7 +146,8 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
     asked = np.array([0, 1, 3, 4])
     others = np.repeat(np.isin(np.arange(len(counts)), asked, invert=True), counts)
     right[others], right_lse[:, others] = -7.0, -7.0
-    for seed in range(2):  # two layers of one step
+    for kernel in kernels:  # two layers of one step
+        monkeypatch.setattr(cluster_attention, "_kernel", lambda *_, kernel=kernel: (kernel, held))
         out, lse = torch.full_like(right, -7.0), torch.full_like(right_lse, -7.0)
         cluster_attention.attend_clusters(data.q[number], data.k_pages, data.v_pages, rows, out, lse, asked, tile)
         assert torch.equal(out, right)
@@ -157,7 +158,7 @@ def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkey
     tile = ClusterTile(1)
     host = library(tuple(cluster_attention.source_options(2, 1, 64, 64, tile)), tmp_path)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cluster_attention, "_kernel", lambda *_: (HostKernel(host, 4, 0), 4))
+    monkeypatch.setattr(cluster_attention, "_kernel", lambda *_: (HostKernel(host, 0), 4))
     data = draw([513, 1025], 2, 1, 64, 64, 1.0, 0, "cpu")
     number, _ = data.last(np.ones(2, int), data.lengths, np.arange(2))
     rows = AttentionRows.build(np.ones(2), data.lengths, data.tables, "cpu", most_keys=np.array([512, 512]))
