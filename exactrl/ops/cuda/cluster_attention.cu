@@ -33,31 +33,20 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 segment, u32 width) {
   return (row * width + (segment ^ turn)) * 16;
 }
 
-// What a block needs of an item before it can copy: loaded one item ahead.
-struct Entry {
-  int index, sequence, split, place;
-};
-
-__device__ __forceinline__ Entry entry_of(const Arguments& a, int index, int total) {
-  const int* x = a.items + 3 * (min(index, total - 1) / KV_HEADS);
-  return {index, x[0], x[1], x[2]};
-}
+// An item with all that its copies need, so that they wait for one load: [capacity, LISTED] sequence, split, place, first
+// row, rows, length, and the pages of every 16th key of the split.
+constexpr int LISTED = 8 + LANES;
 
 struct Work {
   Item item;
   int page;  // of key 16 * lane of the split: one table entry covers 16 keys, for any size of page
 };
 
-__device__ __forceinline__ Work work_of(const Arguments& a, const Entry& entry, u32 lane) {
-  Work w;
-  Item& x = w.item;
-  x.sequence = entry.sequence, x.split = entry.split, x.place = entry.place, x.head = entry.index % KV_HEADS;
-  int column = (max(x.split, 0) * SPLIT + 16 * lane) / PAGE_SIZE;
-  w.page = column < a.table_width ? a.tables[(u64)x.sequence * a.table_width + column] : 0;
-  x.start = a.starts[x.sequence], x.count = a.starts[x.sequence + 1] - x.start, x.length = a.lengths[x.sequence];
-  int keys = x.split < 0 ? 0 : min(x.length - x.split * SPLIT, SPLIT);
-  x.blocks = (keys + BLOCK - 1) / BLOCK;
-  return w;
+__device__ __forceinline__ Work work_of(const Arguments& a, int index, u32 lane) {
+  const int* x = a.items + (u64)LISTED * (index / KV_HEADS);
+  int4 y = *(const int4*)x, z = *(const int4*)(x + 4);
+  int keys = y.y < 0 ? 0 : min(z.y - y.y * SPLIT, SPLIT);
+  return {{y.x, y.y, y.z, index % KV_HEADS, y.w, z.x, z.y, (keys + BLOCK - 1) / BLOCK}, x[8 + lane]};
 }
 
 // Keys of the split that exist: from the sequence's end on nothing is read and zeros are stored.
@@ -282,33 +271,43 @@ __device__ __forceinline__ int signal(int* arrivals) {
   return atomicAdd(arrivals, 1);
 }
 
+// Once a step: a block writes down one split.
+extern "C" __global__ void list_items(
+    const int* splits, const int* total, const int* starts, const int* lengths, const int* tables, int table_width, int* items) {
+  if (blockIdx.x >= *total) return;
+  const int* split = splits + 3 * blockIdx.x;
+  int lane = threadIdx.x, sequence = split[0], start = starts[sequence], length = lengths[sequence];
+  int* into = items + (u64)LISTED * blockIdx.x;
+  if (lane == 0) *(int4*)into = make_int4(sequence, split[1], split[2], start);
+  if (lane == 1) *(int4*)(into + 4) = make_int4(starts[sequence + 1] - start, length, 0, 0);
+  int key = max(split[1], 0) * SPLIT + 16 * lane;
+  into[8 + lane] = key < length && split[1] >= 0 ? tables[(u64)sequence * table_width + key / PAGE_SIZE] : 0;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_clusters(
     const bf16* q_rows, const bf16* k, const bf16* v, bf16* out, float* lse, int wants_lse, const int* items,
-    const int* item_count, int* arrived, float* partial, float* stats, const int* starts, const int* lengths,
-    const int* tables, int table_width, int tokens, int held, int stride_q, int stride_k, int stride_v, float scale) {
-  const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, starts,
-                       lengths, tables, table_width, tokens, held, stride_q, stride_k, stride_v, scale};
+    const int* item_count, int* arrived, float* partial, float* stats, int tokens, int held, int stride_q, int stride_k,
+    int stride_v, float scale) {
+  const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, nullptr,
+                       nullptr, nullptr, 0, tokens, held, stride_q, stride_k, stride_v, scale};
   u32 shared = shared_address(memory);
   int* last = at<int>(LAST_AT);
   u32 thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES, rank = cluster_rank();
   int index = blockIdx.x / CTAS, step = gridDim.x / CTAS;
-  Entry entry = entry_of(a, index, index + 1);  // at least one item for each cluster has room in the list
+  Work now = work_of(a, index, lane);  // of each cluster one item at least has room in the list
   int total = *a.total * KV_HEADS;
   if (index >= total) return;  // all blocks of the cluster
-  Work now = work_of(a, entry, lane);
   copy_queries(a, now.item, shared + Q_AT, thread);
   copy_keys(a, now, shared + K_AT, rank, thread);
   copies_commit();
   copy_values(a, now, shared + V_AT, rank, thread);
   copies_commit();
   cluster_arrive();
-  entry = entry_of(a, index + step, total);
   Item merging;  // its last split may be that of the round before
   int before = -1, splits = 1;
   for (; index < total; index += step) {
     Work next = now;
-    if (index + step < total) next = work_of(a, entry, lane);
-    entry = entry_of(a, index + 2 * step, total);
+    if (index + step < total) next = work_of(a, index + step, lane);
     copies_wait<1>();
     __syncthreads();
     score(a, now.item, shared, rank, warp, lane);

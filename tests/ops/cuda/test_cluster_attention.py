@@ -49,13 +49,13 @@ def library(options: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 class HostKernel:
     """nvrtc.Kernel, on the host. `seed` draws the order of threads."""
 
-    def __init__(self, library: ctypes.CDLL, seed: int) -> None:
-        self.library, self.seed = library, seed
+    def __init__(self, function: Any, seed: int) -> None:
+        self.function, self.seed = function, seed
 
     def launch(self, grid: tuple[int, int, int], threads: int, arguments: Any, cluster: int = 1) -> None:
         values = [_argument(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
-        self.library.launch_on_host(grid[0], cluster, threads, self.seed, pointers)
+        self.function(grid[0], cluster, threads, self.seed, pointers)
 
 
 class Definition:
@@ -138,7 +138,8 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
     tile = ClusterTile(blocks)
     host = library(tuple(cluster_attention.source_options(heads, kv_heads, dim, page_size, tile)), tmp_path)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernels = [HostKernel(host, seed) for seed in range(2)]
+    monkeypatch.setattr(cluster_attention, "_lister", lambda *_: HostKernel(host.list_on_host, 0))
+    kernels = [HostKernel(host.attend_on_host, seed) for seed in range(2)]
     data = draw(LENGTHS, heads, kv_heads, dim, page_size, peak, 0, "cpu")
     counts = np.minimum(most, data.lengths)
     right, right_lse = expected(data, counts, Definition(host))
@@ -158,7 +159,8 @@ def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkey
     tile = ClusterTile(1)
     host = library(tuple(cluster_attention.source_options(2, 1, 64, 64, tile)), tmp_path)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cluster_attention, "_kernel", lambda *_: (HostKernel(host, 0), 4))
+    monkeypatch.setattr(cluster_attention, "_lister", lambda *_: HostKernel(host.list_on_host, 0))
+    monkeypatch.setattr(cluster_attention, "_kernel", lambda *_: (HostKernel(host.attend_on_host, 0), 4))
     data = draw([513, 1025], 2, 1, 64, 64, 1.0, 0, "cpu")
     number, _ = data.last(np.ones(2, int), data.lengths, np.arange(2))
     rows = AttentionRows.build(np.ones(2), data.lengths, data.tables, "cpu", most_keys=np.array([512, 512]))

@@ -31,6 +31,8 @@ using std::min;
 struct float2 { float x, y; };
 struct uint2 { u32 x, y; };
 struct Index { u32 x; };
+struct int4 { int x, y, z, w; };
+static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 
