@@ -39,9 +39,11 @@ from exactrl.ops.cuda.attention_tiles import (
     CLUSTER_SPLIT,
     IN_ORDER,
     SPLIT,
+    STREAM_SPLIT,
     WARP_SPLIT,
     AttentionTile,
     ClusterTile,
+    StreamTile,
     WarpTile,
 )
 
@@ -169,7 +171,7 @@ def _cluster_serves(shape: AttentionShape, tile: ClusterTile) -> bool:
     return _split_serves(shape, tile) and shape.dim // tile.blocks >= 16
 
 
-def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile) -> bool:
+def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile | StreamTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
     return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows and fits
 
@@ -184,6 +186,12 @@ def _cluster_split(q, k, v, rows, out, lse, sequences, tile: ClusterTile) -> Non
     from exactrl.ops.cuda.cluster_attention import attend_clusters
 
     attend_clusters(q, k, v, rows, out, lse, sequences, tile)
+
+
+def _stream_split(q, k, v, rows, out, lse, sequences, tile: StreamTile) -> None:
+    from exactrl.ops.cuda.stream_attention import attend_stream
+
+    attend_stream(q, k, v, rows, out, lse, sequences, tile)
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:
@@ -206,7 +214,9 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
     return {implementation.name: implementation for implementation in found}
 
 
-def _split_of(name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile) -> AttentionImplementation:
+def _split_of(
+    name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile | StreamTile
+) -> AttentionImplementation:
     serves = partial(_split_serves, tile=tile)
     return AttentionImplementation(f"{name}:{tile}", "split", partial(attend, tile=tile), serves, tile.rows)
 
@@ -220,6 +230,7 @@ def _compiled() -> list[AttentionImplementation]:
     return [
         AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves),
         *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
+        *(_split_of("cuda-stream", _stream_split, tile) for tile in STREAM_SPLIT),
         *(
             AttentionImplementation(
                 f"cuda-cluster:{tile}",

@@ -119,3 +119,28 @@ CLUSTER_SPLIT = (
     ClusterTile(4, 0, True),
 )
 """A block has at least 16 columns of V: one tile of the matrix unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTile:
+    """The CUDA C++ kernel with one block on each multiprocessor: `ring` blocks of 64 keys, K or V, in shared memory."""
+
+    ring: int
+
+    @property
+    def rows(self) -> int:
+        return WARP_ROWS
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    def __str__(self) -> str:
+        return str(self.ring)
+
+    def shared_bytes(self, dim: int) -> int:
+        """The ring, weights, maxima and factors, barriers."""
+        return self.ring * 64 * dim * 2 + 512 * 16 + 2 * 8 * 8 * 4 + 16 * self.ring + 192
+
+
+STREAM_SPLIT = (StreamTile(5), StreamTile(8), StreamTile(12), StreamTile(24))

@@ -33,25 +33,7 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 segment, u32 width) {
   return (row * width + (segment ^ turn)) * 16;
 }
 
-// An item with all that its copies need, so that they wait for one load: [capacity, LISTED] sequence, split, place, first
-// row, rows, length, and the pages of every 16th key of the split.
-constexpr int LISTED = 8 + LANES;
-
-struct Work {
-  Item item;
-  int page;  // of key 16 * lane of the split: one table entry covers 16 keys, for any size of page
-};
-
-__device__ __forceinline__ Work work_of(const Arguments& a, int index, u32 lane) {
-  const int* x = a.items + (u64)LISTED * (index / KV_HEADS);
-  int4 y = *(const int4*)x, z = *(const int4*)(x + 4);
-  int keys = y.y < 0 ? 0 : min(z.y - y.y * SPLIT, SPLIT);
-  return {{y.x, y.y, y.z, index % KV_HEADS, y.w, z.x, z.y, (keys + BLOCK - 1) / BLOCK}, x[8 + lane]};
-}
-
-// Keys of the split that exist: from the sequence's end on nothing is read and zeros are stored.
-__device__ __forceinline__ int keys_of(const Item& x) { return x.blocks ? min(x.length - x.split * SPLIT, SPLIT) : 0; }
-
+// From the sequence's end on nothing is read and zeros are stored.
 __device__ __forceinline__ void copy_queries(const Arguments& a, const Item& item, u32 into, u32 thread) {
   const bf16* q = a.q + item.head * GROUP * D;
   for (u32 i = thread; i < ROWS * D / 2; i += THREADS) {
@@ -269,19 +251,6 @@ __device__ __forceinline__ int* arrivals_of(const Arguments& a, const Item& item
 __device__ __forceinline__ int signal(int* arrivals) {
   __threadfence();
   return atomicAdd(arrivals, 1);
-}
-
-// Once a step: a block writes down one split.
-extern "C" __global__ void list_items(
-    const int* splits, const int* total, const int* starts, const int* lengths, const int* tables, int table_width, int* items) {
-  if (blockIdx.x >= *total) return;
-  const int* split = splits + 3 * blockIdx.x;
-  int lane = threadIdx.x, sequence = split[0], start = starts[sequence], length = lengths[sequence];
-  int* into = items + (u64)LISTED * blockIdx.x;
-  if (lane == 0) *(int4*)into = make_int4(sequence, split[1], split[2], start);
-  if (lane == 1) *(int4*)(into + 4) = make_int4(starts[sequence + 1] - start, length, 0, 0);
-  int key = max(split[1], 0) * SPLIT + 16 * lane;
-  into[8 + lane] = key < length && split[1] >= 0 ? tables[(u64)sequence * table_width + key / PAGE_SIZE] : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_clusters(

@@ -109,7 +109,7 @@ __device__ __forceinline__ void clear_from(u32 chunk, int row0, int lane) {
   for (int i = lane; i < KEYS * SEGMENTS; i += LANES) {
     int row = i / SEGMENTS, segment = i % SEGMENTS;
     if (row >= row0)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(chunk + place_of(row, segment)), "r"(0) : "memory");
+      store_zeros(chunk + place_of(row, segment));
   }
   fence_async_shared();  // before the copy engine writes there again
   __syncwarp();

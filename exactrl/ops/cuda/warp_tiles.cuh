@@ -39,6 +39,10 @@ __device__ __forceinline__ void copy_4(u32 into, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(into), "l"(from), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void store_zeros(u32 into) {  // 16 bytes
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(into), "r"(0) : "memory");
+}
+
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
@@ -65,3 +69,10 @@ __device__ __forceinline__ void store_in_cluster(u32 address, float value) {
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Barriers that were set up become visible to the copy engine.
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <random>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define memory (blocks[self->block].shared.data())
 #define NONE (-INFINITY)
 using u32 = unsigned;
@@ -31,6 +33,7 @@ using std::min;
 struct float2 { float x, y; };
 struct uint2 { u32 x, y; };
 struct Index { u32 x; };
+struct float4 { float x, y, z, w; };
 struct int4 { int x, y, z, w; };
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
@@ -42,16 +45,34 @@ struct Copy {
   int size, bytes;
 };
 
+struct Fiber;
+using Fibers = std::vector<Fiber*>;
+
 struct Barrier {
   int arrived = 0;
   u64 phase = 0;
+  Fibers waiting = {};
+};
+
+struct Counter {  // mbarrier
+  int arrivals, pending, bytes = 0;
+  u32 phase = 0;
+  Fibers waiting = {};
+};
+
+struct TensorMap {  // of bf16; innermost dimension first
+  char* base;
+  u64 strides[4], extents[4];
+  u32 box[4];
 };
 
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 16);
   int block, id;
-  bool done = false, arrived = false;  // at the cluster's barrier
+  const char* waits_for;
+  u32 which;
+  bool arrived = false, done = false;  // at the cluster's barrier; with the kernel
   u64 phase = 0;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
@@ -62,12 +83,23 @@ struct Block {
   Barrier barrier;
   std::vector<Barrier> warps;
   std::vector<u64> exchanged;  // three words of each thread
+  std::map<u32, Counter> counters;
+  std::map<int, Barrier> named;
+};
+
+struct Box {  // a copy of the engine, carried out at some time
+  int block;
+  u32 into, barrier;
+  const TensorMap* map;
+  int at[4];
 };
 
 static std::mt19937 random_number;
 static std::vector<Block> blocks;
+static std::vector<Box> boxes;
 static Barrier cluster;
 static Fiber* self;
+static Fibers ready;  // to go on
 static ucontext_t scheduler;
 static int block_threads;
 static u32 first_block;
@@ -82,17 +114,29 @@ static void (*entry)();
   exit(3);
 }
 
-static void hand_over() { swapcontext(&self->context, &scheduler); }
+static void wait_in(Fibers& fibers, const char* what = "", u32 which = 0) {
+  self->waits_for = what, self->which = which;
+  fibers.push_back(self);
+  swapcontext(&self->context, &scheduler);
+}
+
+static void hand_over() { wait_in(ready); }
+
+static void wake(Fibers& fibers) {
+  ready.insert(ready.end(), fibers.begin(), fibers.end());
+  fibers.clear();
+}
 
 static void meet(Barrier& barrier, int count) {
   u64 phase = barrier.phase;
   if (++barrier.arrived == count)
-    barrier.arrived = 0, barrier.phase++;
+    barrier.arrived = 0, barrier.phase++, wake(barrier.waiting);
   else
-    while (barrier.phase == phase) hand_over();
+    while (barrier.phase == phase) wait_in(barrier.waiting, "threads", count);
 }
 
 static void __syncthreads() { meet(blocks[self->block].barrier, block_threads); }
+static void __syncwarp() { meet(blocks[self->block].warps[self->id / 32], 32); }
 
 // All lanes of a warp give words; `read` sees those of every lane.
 template <int N, typename Read>
@@ -140,12 +184,12 @@ static void store_in_cluster(u32 address, float value) {
 static void cluster_arrive() {
   if (self->arrived) fail("arrived twice at the cluster's barrier");
   self->arrived = true, self->phase = cluster.phase;
-  if (++cluster.arrived == block_threads * (int)blocks.size()) cluster.arrived = 0, cluster.phase++;
+  if (++cluster.arrived == block_threads * (int)blocks.size()) cluster.arrived = 0, cluster.phase++, wake(cluster.waiting);
 }
 
 static void cluster_wait() {
   if (!self->arrived) fail("waits at the cluster's barrier without having arrived");
-  while (cluster.phase == self->phase) hand_over();
+  while (cluster.phase == self->phase) wait_in(cluster.waiting, "the cluster");
   self->arrived = false;
 }
 
@@ -171,6 +215,69 @@ static void copies_wait() {
       memset(copy.into, 0, copy.size);
       if (copy.bytes) memcpy(copy.into, copy.from, copy.bytes);
     }
+}
+
+static void store_zeros(u32 into) { memset(place(into, 16), 0, 16); }
+
+static void named_sync(int id, int threads) { meet(blocks[self->block].named[id], threads); }
+static void fence_async_shared() {}
+static void barriers_ready() {}
+static void prefetch_map(const TensorMap*) {}
+
+static Counter& counter(int block, u32 barrier) {
+  auto found = blocks[block].counters.find(barrier);
+  if (found == blocks[block].counters.end()) fail("a barrier that was not set up");
+  return found->second;
+}
+
+static void settle(Counter& c) {
+  if (c.pending < 0) fail("more arrivals at a barrier than it counts");
+  if (c.pending == 0 && c.bytes == 0) c.pending = c.arrivals, c.phase++, wake(c.waiting);
+}
+
+static void barrier_init(u32 barrier, int arrivals) { blocks[self->block].counters[barrier] = {arrivals, arrivals}; }
+
+static void barrier_arrive_times(u32 barrier, int count) {
+  Counter& c = counter(self->block, barrier);
+  c.pending -= count;
+  settle(c);
+  if (random_number() % 8 == 0) hand_over();
+}
+
+static void barrier_arrive(u32 barrier) { barrier_arrive_times(barrier, 1); }
+
+static void barrier_expect(u32 barrier, u32 bytes) {
+  counter(self->block, barrier).bytes += bytes;
+  barrier_arrive_times(barrier, 1);
+}
+
+static void barrier_wait(u32 barrier, u32 phase) {
+  Counter& c = counter(self->block, barrier);
+  while ((c.phase & 1) == phase) wait_in(c.waiting, "barrier", barrier);
+}
+
+static void copy_box(u32 into, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
+  boxes.push_back({self->block, into, barrier, map, {c0, c1, c2, c3}});
+}
+
+// Rows of 128 bytes, 16-byte segments exchanged by the row's place in an atom of 1024 bytes.
+static void carry_out(const Box& box) {
+  std::vector<char>& shared = blocks[box.block].shared;
+  const TensorMap& map = *box.map;
+  int rows = map.box[2], bytes = 0;
+  for (int row = 0; row < rows; row++)
+    for (u32 segment = 0; segment < map.box[0] / 8; segment++, bytes += 16) {
+      u64 from = box.at[0] * map.strides[0] + segment * 8 + box.at[1] * map.strides[1] + (box.at[2] + row) * map.strides[2] +
+                 box.at[3] * map.strides[3];
+      if (box.at[2] + row >= (int)map.extents[2] || (u64)box.at[3] >= map.extents[3]) fail("a box outside the tensor");
+      u32 into = box.into + row * 128 + segment * 16;
+      into ^= into >> 3 & 0x70;
+      if (into + 16 > shared.size()) fail("a box outside shared memory");
+      memcpy(&shared[into], map.base + from * 2, 16);
+    }
+  Counter& c = counter(box.block, box.barrier);
+  c.bytes -= bytes;
+  settle(c);
 }
 
 static float bits_to_float(u32 x) {
@@ -230,6 +337,19 @@ static bf16 to_bf16(float x) {
   return std::isnan(x) ? 0x7fff : (y + 0x7fff + (y >> 16 & 1)) >> 16;
 }
 
+// Lane l gives row l / 4, elements l % 4 * 2 and the next.
+static u32 transposed(u32 x) {
+  u32 y = 0;
+  int lane = self->id % 32;
+  exchange({x}, [&](const u64* words) {
+    for (int j = 0; j < 2; j++) {
+      int row = lane % 4 * 2 + j, column = lane / 4;
+      y |= (u32)(words[(row * 4 + column / 2) * 3] >> 16 * (column % 2) & 0xffff) << 16 * j;
+    }
+  });
+  return y;
+}
+
 static u32 pack(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
@@ -250,25 +370,31 @@ static void run_fiber() {
   entry();
   if (self->arrived) fail("ends before it has waited at the cluster's barrier");
   self->done = true;
-  hand_over();
+  swapcontext(&self->context, &scheduler);
+}
+
+template <typename T>
+static T draw(std::vector<T>& from) {
+  std::swap(from[random_number() % from.size()], from.back());
+  T drawn = from.back();
+  from.pop_back();
+  return drawn;
 }
 
 static void run_cluster(std::vector<Fiber>& fibers) {
-  std::vector<Fiber*> alive;
   for (Fiber& fiber : fibers) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
-    fiber.done = fiber.arrived = false, fiber.open.clear(), fiber.groups.clear();
-    alive.push_back(&fiber);
+    fiber.arrived = fiber.done = false, fiber.open.clear(), fiber.groups.clear();
+    ready.push_back(&fiber);
   }
-  for (u64 turns = 0; !alive.empty(); turns++) {
-    u32 at = random_number() % alive.size();
-    self = alive[at];
+  while (!ready.empty() || !boxes.empty()) {
+    if (!boxes.empty() && (ready.empty() || random_number() % 64 == 0)) carry_out(draw(boxes));
+    if (ready.empty()) continue;
+    self = draw(ready);
     swapcontext(&scheduler, &self->context);
-    if (self->done) alive[at] = alive.back(), alive.pop_back();
-    if (turns == 200'000'000) fail("a barrier that is never passed");
   }
 }
 
@@ -278,9 +404,13 @@ static void launch(u32 grid, u32 cluster_blocks, int threads, int shared_bytes, 
   for (u32 i = 0; i < fibers.size(); i++) fibers[i].block = i / threads, fibers[i].id = i % threads;
   for (int first = grid - cluster_blocks; first >= 0; first -= cluster_blocks) {
     first_block = first, cluster = {};
-    blocks.assign(cluster_blocks, {std::vector<char>(shared_bytes), {}, std::vector<Barrier>(threads / 32), std::vector<u64>(threads * 3)});
+    blocks.assign(cluster_blocks, {std::vector<char>(shared_bytes), {}, std::vector<Barrier>(threads / 32), std::vector<u64>(threads * 3), {}, {}});
     for (Block& block : blocks)
       for (char& c : block.shared) c = random_number();
     run_cluster(fibers);
+    for (Fiber& fiber : fibers)
+      if (!fiber.done) fprintf(stderr, "thread %d waits for %s %u\n", fiber.id, fiber.waits_for, fiber.which);
+    for (Fiber& fiber : fibers)
+      if (self = &fiber; !fiber.done) fail("waits for what never comes");
   }
 }

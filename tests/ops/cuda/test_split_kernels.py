@@ -1,5 +1,5 @@
-"""cluster_attention.cu on the host: its text, compiled by g++ against a model of the GPU (host/device_on_host.h), must
-give the bits of the definition written down in numpy with the same matrix unit.
+"""stream_attention.cu and cluster_attention.cu on the host: their text, compiled by g++ against a model of the GPU
+(host/device_on_host.h), must give the bits of the definition written down in numpy with the same matrix unit.
 
 What only a GPU can show, the bits of its matrix unit and exp2, is in tests/gpu.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
 
 import ctypes
-import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from exactrl.ops.cuda import cluster_attention
+from exactrl.ops.cuda import cluster_attention, listed_splits, stream_attention
 from exactrl.ops.cuda.attention import AttentionRows
 from exactrl.ops.cuda.attention_host import scale_of
-from exactrl.ops.cuda.attention_tiles import ClusterTile
-from exactrl.ops.cuda.nvrtc import _address, _argument
+from exactrl.ops.cuda.attention_tiles import ClusterTile, StreamTile
+from exactrl.ops.cuda.nvrtc import TensorMap, _address, _argument
 from tests.gpu.attention_inputs import Sequences, draw
 
 HOST = Path(__file__).parent / "host"
@@ -31,15 +30,37 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles th
 BLOCK, SPLIT = 64, 512
 
 
-@functools.cache
-def library(options: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    text = (cluster_attention.FOLDER / "cluster_attention.cu").read_text()
+class HostMap(ctypes.Structure):
+    """host/device_on_host.h: TensorMap."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("strides", ctypes.c_uint64 * 4),
+        ("extents", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 4),
+    )
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self)
+
+
+def host_map(pages: torch.Tensor, rows: int) -> TensorMap:
+    count, page_size, kv_heads, dim = pages.shape
+    strides = (1, pages.stride(2), pages.stride(1), pages.stride(0))
+    quadruples = (tuple(strides), (dim, kv_heads, page_size, count), (64, 1, rows, 1))
+    return TensorMap(HostMap(pages.data_ptr(), *quadruples))
+
+
+def library(module: Any, options: list[str], folder: Path) -> ctypes.CDLL:
+    name = module.__name__.rsplit(".", 1)[1]
+    text = (listed_splits.FOLDER / f"{name}.cu").read_text()
     kernel, built = folder / "kernel.h", folder / "kernel.so"
     kernel.write_text("\n".join(line for line in text.splitlines() if "extern __shared__" not in line))
-    includes = [f"-I{HOST}", f"-I{cluster_attention.FOLDER}", f'-DKERNEL="{kernel}"']
+    includes = [f"-I{HOST}", f"-I{listed_splits.FOLDER}", f'-DKERNEL="{kernel}"']
     flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"]
-    command = ["g++", *flags, *includes, *options[1:], str(HOST / "cluster_attention.cpp"), "-o", str(built)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    command = ["g++", *flags, *includes, *options[1:], str(HOST / f"{name}.cpp"), "-o", str(built)]
+    compiled = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
     found = ctypes.CDLL(str(built))
     found.exp2_on_host.restype = found.lse_on_host.restype = ctypes.c_float
     found.exp2_on_host.argtypes, found.lse_on_host.argtypes = [ctypes.c_float], [ctypes.c_float] * 2
@@ -122,48 +143,67 @@ def expected(data: Sequences, counts: np.ndarray, definition: Definition) -> tup
     return out, lse
 
 
-# heads, kv heads, head dim, page size, blocks of a cluster, clusters held, peak, rows
+class OnHost:
+    """A kernel whose launches run on the host, `held` clusters or blocks at most."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile | StreamTile, shape: tuple, held: int
+    ):
+        self.patch, self.tile, self.held = patch, tile, held
+        self.module = stream_attention if isinstance(tile, StreamTile) else cluster_attention
+        self.library = library(self.module, self.module.source_options(*shape, tile), folder)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.library.list_on_host, 0))
+        patch.setattr(stream_attention, "page_map", host_map)
+        patch.setattr(stream_attention, "multiprocessors", lambda _: held)
+
+    def __call__(self, seed: int, *arguments: Any) -> None:
+        kernel = HostKernel(self.library.attend_on_host, seed)
+        streams = self.module is stream_attention
+        self.patch.setattr(self.module, "_kernel", lambda *_: kernel if streams else (kernel, self.held))
+        (self.module.attend_stream if streams else self.module.attend_clusters)(*arguments, self.tile)
+
+
+# tile, heads, kv heads, head dim, page size, clusters or blocks at once, peak, rows
 CASES = [
-    (4, 2, 64, 16, 1, 1, 1.0, 1),
-    (2, 1, 64, 64, 2, 2, 4.0, 4),
-    (5, 1, 64, 32, 4, 3, 16.0, 1),
-    (2, 1, 128, 256, 8, 99, 2.0, 2),
+    (ClusterTile(1), 4, 2, 64, 16, 1, 1.0, 1),
+    (ClusterTile(2), 2, 1, 64, 64, 2, 4.0, 4),
+    (ClusterTile(4), 5, 1, 64, 32, 3, 16.0, 1),
+    (ClusterTile(8), 2, 1, 128, 256, 99, 2.0, 2),
+    (StreamTile(2), 4, 2, 64, 16, 1, 1.0, 1),
+    (StreamTile(5), 2, 1, 128, 64, 3, 4.0, 4),
+    (StreamTile(12), 5, 1, 64, 32, 99, 16.0, 1),
+    (StreamTile(3), 2, 1, 256, 256, 2, 2.0, 2),
 ]
 LENGTHS = [1, 70, 512, 577, 1030]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{type(case[0]).__name__}-{case[0]}-{case[3]}")
 def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, kv_heads, dim, page_size, blocks, held, peak, most = case
-    tile = ClusterTile(blocks)
-    host = library(tuple(cluster_attention.source_options(heads, kv_heads, dim, page_size, tile)), tmp_path)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cluster_attention, "_lister", lambda *_: HostKernel(host.list_on_host, 0))
-    kernels = [HostKernel(host.attend_on_host, seed) for seed in range(2)]
+    tile, heads, kv_heads, dim, page_size, held, peak, most = case
+    kernel = OnHost(monkeypatch, tmp_path, tile, (heads, kv_heads, dim, page_size), held)
     data = draw(LENGTHS, heads, kv_heads, dim, page_size, peak, 0, "cpu")
     counts = np.minimum(most, data.lengths)
-    right, right_lse = expected(data, counts, Definition(host))
+    right, right_lse = expected(data, counts, Definition(kernel.library))
     number, rows = data.last(counts, data.lengths, np.arange(len(data.lengths)))
     asked = np.array([0, 1, 3, 4])
     others = np.repeat(np.isin(np.arange(len(counts)), asked, invert=True), counts)
     right[others], right_lse[:, others] = -7.0, -7.0
-    for kernel in kernels:  # two layers of one step
-        monkeypatch.setattr(cluster_attention, "_kernel", lambda *_, kernel=kernel: (kernel, held))
+    for seed in range(2):  # two layers of one step
         out, lse = torch.full_like(right, -7.0), torch.full_like(right_lse, -7.0)
-        cluster_attention.attend_clusters(data.q[number], data.k_pages, data.v_pages, rows, out, lse, asked, tile)
+        kernel(seed, data.q[number], data.k_pages, data.v_pages, rows, out, lse, asked)
         assert torch.equal(out, right)
         assert torch.equal(lse, right_lse)
 
 
-def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = ClusterTile(1)
-    host = library(tuple(cluster_attention.source_options(2, 1, 64, 64, tile)), tmp_path)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cluster_attention, "_lister", lambda *_: HostKernel(host.list_on_host, 0))
-    monkeypatch.setattr(cluster_attention, "_kernel", lambda *_: (HostKernel(host.attend_on_host, 0), 4))
+@pytest.mark.parametrize("tile", [ClusterTile(1), StreamTile(4)], ids=lambda tile: type(tile).__name__)
+def test_lengths_beyond_what_a_plan_has_room_for_give_nan(
+    tile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = OnHost(monkeypatch, tmp_path, tile, (2, 1, 64, 64), 4)
     data = draw([513, 1025], 2, 1, 64, 64, 1.0, 0, "cpu")
     number, _ = data.last(np.ones(2, int), data.lengths, np.arange(2))
     rows = AttentionRows.build(np.ones(2), data.lengths, data.tables, "cpu", most_keys=np.array([512, 512]))
     out = torch.zeros(2, 2, 64, dtype=torch.bfloat16)
-    cluster_attention.attend_clusters(data.q[number], data.k_pages, data.v_pages, rows, out, None, np.arange(2), tile)
+    kernel(0, data.q[number], data.k_pages, data.v_pages, rows, out, None, np.arange(2))
     assert out.isnan().all()
