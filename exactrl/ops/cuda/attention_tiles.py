@@ -140,7 +140,7 @@ class StreamTile:
 
     def shared_bytes(self, dim: int) -> int:
         """The ring, weights, maxima and factors, barriers."""
-        return self.ring * 64 * dim * 2 + 512 * 16 + 2 * 8 * 8 * 4 + 16 * self.ring + 192
+        return self.ring * 64 * dim * 2 + 512 * 16 + 2 * 8 * 8 * 4 + 16 * self.ring + 256
 
 
 STREAM_SPLIT = (StreamTile(5), StreamTile(8), StreamTile(12), StreamTile(24))

@@ -33,6 +33,15 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 segment, u32 width) {
   return (row * width + (segment ^ turn)) * 16;
 }
 
+struct Work {
+  Item item;
+  int page;
+};
+
+__device__ __forceinline__ Work work_of(const Arguments& a, int index, u32 lane) {
+  return {item_of(header_of(a, index), index), page_of(a, index, lane)};
+}
+
 // From the sequence's end on nothing is read and zeros are stored.
 __device__ __forceinline__ void copy_queries(const Arguments& a, const Item& item, u32 into, u32 thread) {
   const bf16* q = a.q + item.head * GROUP * D;

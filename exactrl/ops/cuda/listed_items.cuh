@@ -3,20 +3,23 @@
 
 constexpr int LISTED = 8 + LANES;  // words: sequence, split, place, first row, rows, length; pages of every 16th key
 
-struct Work {
-  Item item;
-  int page;  // of key 16 * lane of the split: one table entry covers 16 keys, for any size of page
+struct Header {
+  int4 x, y;  // the first eight words
 };
 
-__device__ __forceinline__ Item header_of(const Arguments& a, int index) {
-  const int* x = a.items + (u64)LISTED * (index / KV_HEADS);
-  int4 y = *(const int4*)x, z = *(const int4*)(x + 4);
-  int keys = y.y < 0 ? 0 : min(z.y - y.y * SPLIT, SPLIT);
-  return {y.x, y.y, y.z, index % KV_HEADS, y.w, z.x, z.y, (keys + BLOCK - 1) / BLOCK};
+__device__ __forceinline__ Header header_of(const Arguments& a, int index) {
+  const int4* words = (const int4*)(a.items + (u64)LISTED * (index / KV_HEADS));
+  return {words[0], words[1]};
 }
 
-__device__ __forceinline__ Work work_of(const Arguments& a, int index, u32 lane) {
-  return {header_of(a, index), a.items[(u64)LISTED * (index / KV_HEADS) + 8 + lane]};
+__device__ __forceinline__ Item item_of(const Header& h, int index) {
+  int split = h.x.y, length = h.y.y, keys = split < 0 ? 0 : min(length - split * SPLIT, SPLIT);
+  return {h.x.x, split, h.x.z, index % KV_HEADS, h.x.w, h.y.x, length, (keys + BLOCK - 1) / BLOCK};
+}
+
+// The page of key 16 * lane of the split: one table entry covers 16 keys, for any size of page.
+__device__ __forceinline__ int page_of(const Arguments& a, int index, u32 lane) {
+  return a.items[(u64)LISTED * (index / KV_HEADS) + 8 + lane];
 }
 
 // Keys of the split that exist.

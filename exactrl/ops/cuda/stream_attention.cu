@@ -9,12 +9,14 @@
 //
 // Compiled with -D of split_items.cuh and RING (blocks of keys in shared memory), SHARED_BYTES.
 
-constexpr int SCORERS = 8, MERGERS = 4, THREADS = (SCORERS + 1 + MERGERS) * LANES, ROWS = 8, TILES = BLOCK / 16;
+constexpr int SCORERS = 8, MERGERS = 4, THREADS = (SCORERS + 1 + MERGERS) * LANES, ROWS = 8;
+constexpr int BLOCKS = SPLIT / BLOCK, TILES = BLOCK / 16;
 constexpr int CHUNK_BYTES = BLOCK * ROW_BYTES, REGIONS = D / 64, BOX = BLOCK < PAGE_SIZE ? BLOCK : PAGE_SIZE;
 constexpr int VALUE_WARPS = STEPS < SCORERS ? STEPS : SCORERS, COLUMNS = STEPS / VALUE_WARPS;  // of 16, of a warp
 constexpr int P_AT = RING * CHUNK_BYTES, MAXIMA_AT = P_AT + SPLIT / 16 * LANES * 8;
 constexpr int FACTORS_AT = MAXIMA_AT + SCORERS * ROWS * 4, BARRIERS_AT = FACTORS_AT + SCORERS * ROWS * 4;
-constexpr int QUEUE = 4, QUEUE_AT = BARRIERS_AT + (2 * RING + 2 * QUEUE + 2) * 8, LAST_AT = QUEUE_AT + QUEUE * 4;
+constexpr int QUEUE = 4, QUEUE_AT = BARRIERS_AT + (2 * RING + 2 * QUEUE + 2) * 8, INDEX_AT = QUEUE_AT + QUEUE * 32;
+constexpr int LAST_AT = INDEX_AT + QUEUE * 4;
 constexpr int UNROLL = 16;  // splits in flight while merging
 static_assert(LAST_AT + 8 <= SHARED_BYTES);
 
@@ -36,36 +38,46 @@ __device__ __forceinline__ u32 place_of(u32 row, u32 segment) {
   return (segment >> 3) * BLOCK * 128 + row * 128 + (((segment ^ row) & 7) << 4);
 }
 
-// The number of the n-th item of this block, which the producer has written down.
-__device__ __forceinline__ int pop(const Barriers& barriers, u32 n, u32 lane) {
+struct Ticket {
+  int index;
+  Item item;
+};
+
+// The n-th item of this block, which the producer has written down; from `total` on there is none.
+__device__ __forceinline__ Ticket pop(const Barriers& barriers, u32 n, u32 lane) {
   u32 place = n % QUEUE;
   barrier_wait(barriers.queued + place * 8, n / QUEUE & 1);
-  int index = ((volatile int*)at<int>(QUEUE_AT))[place];
+  int index = at<int>(INDEX_AT)[place];
+  Item item = item_of(at<Header>(QUEUE_AT)[place], index);
   __syncwarp();
   if (lane == 0) barrier_arrive(barriers.read + place * 8);
-  return index;
+  return {index, item};
 }
 
-__device__ __forceinline__ void push(const Barriers& barriers, u32 n, int index, u32 lane) {
+__device__ __forceinline__ void push(const Barriers& barriers, u32 n, int index, const Header& header, u32 lane) {
   u32 place = n % QUEUE;
   barrier_wait(barriers.read + place * 8, (n / QUEUE & 1) ^ 1);
   __syncwarp();  // no lane waits for a phase that others have gone past
-  if (lane == 0) ((volatile int*)at<int>(QUEUE_AT))[place] = index, barrier_arrive(barriers.queued + place * 8);
+  if (lane == 0) {
+    at<int>(INDEX_AT)[place] = index, at<Header>(QUEUE_AT)[place] = header;
+    barrier_arrive(barriers.queued + place * 8);
+  }
 }
 
 __device__ __forceinline__ void produce(
     const Arguments& a, const TensorMap* k_map, const TensorMap* v_map, const Barriers& barriers, u32 shared, int* next,
     int total, u32 lane) {
-  int index = blockIdx.x, active = min((int)gridDim.x, total);
+  int index = blockIdx.x, active = min((int)gridDim.x, total), page = page_of(a, index, lane);
+  Header header = header_of(a, index);  // of each block one item at least has room in the list
   u32 chunk = 0;
-  push(barriers, 0, index, lane);
-  for (u32 n = 0; index < total; n++) {
-    int before = 0;
+  push(barriers, 0, index, header, lane);
+  for (u32 n = 1; index < total; n++) {
+    int before = 0, now = page;
     if (lane == 0) before = atomicAdd(next, 1);
-    Work w = work_of(a, index, lane);
-    int keys = keys_of(w.item), key = lane * 16;
+    Item item = item_of(header, index);
+    int keys = keys_of(item), key = lane * 16;
     for (int pass = 0; pass < 2; pass++) {
-      for (int block = 0; block < w.item.blocks; block++, chunk++) {
+      for (int block = 0; block < item.blocks; block++, chunk++) {
         u32 place = chunk % RING, into = shared + place * CHUNK_BYTES, full = barriers.full + place * 8;
         barrier_wait(barriers.empty + place * 8, (chunk / RING & 1) ^ 1);
         int boxes = (min(keys - block * BLOCK, BLOCK) + BOX - 1) / BOX;
@@ -74,35 +86,35 @@ __device__ __forceinline__ void produce(
         if (lane / TILES == block && key % BOX == 0 && key < keys)
 #pragma unroll
           for (int region = 0; region < REGIONS; region++)
-            copy_box(into + region * BLOCK * 128 + key % BLOCK * 128, pass ? v_map : k_map, full, region * 64, w.item.head,
-                     key % PAGE_SIZE, w.page);
+            copy_box(into + region * BLOCK * 128 + key % BLOCK * 128, pass ? v_map : k_map, full, region * 64, item.head,
+                     key % PAGE_SIZE, now);
       }
       if (pass == 0) {
-        before = __shfl_sync(~0u, before, 0);
-        push(barriers, n + 1, index = before + active, lane);
+        if (before == total - 1 && lane == 0) *next = 0;  // nobody asks after this; for the next layer
+        index = __shfl_sync(~0u, before, 0) + active;
+        if (index < total) header = header_of(a, index), page = page_of(a, index, lane);
+        if (RING < BLOCKS) push(barriers, n, index, header, lane);  // else values could wait for room that waits for it
       }
     }
-    if (before == total - 1 && lane == 0) *next = 0;  // nobody asks after this; for the next layer
+    if (RING >= BLOCKS) push(barriers, n, index, header, lane);
   }
 }
 
 // What a scorer knows of an item before its keys are there.
 struct Query {
-  int index;
-  Item item;
   u32 q[STEPS][2];
 };
 
-__device__ __forceinline__ void load_query(Query& x, const Arguments& a, int total, u32 lane) {
-  if (x.index >= total) return;
-  x.item = header_of(a, x.index);
+__device__ __forceinline__ void load_query(Query& x, const Arguments& a, const Ticket& ticket, int total, u32 lane) {
+  if (ticket.index >= total) return;
+  const Item& item = ticket.item;
   int row = lane >> 2;
-  const bf16* from = a.q + (u64)(x.item.start + row / GROUP) * a.stride_q + (x.item.head * GROUP + row % GROUP) * D;
+  const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
 #pragma unroll
   for (int i = 0; i < STEPS; i++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      x.q[i][half] = row < x.item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
+      x.q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
 }
 
 // One block of 64 keys: keys on the wide side of the matrix unit, rows on the narrow one.
@@ -244,10 +256,10 @@ __device__ __forceinline__ void attend(
     const Arguments& a, const Barriers& barriers, u32 shared, int total, u32 warp, u32 lane) {
   u32 chunk = 0, partials = 0;
   Query x;
-  x.index = pop(barriers, 0, lane);
-  load_query(x, a, total, lane);
-  for (u32 n = 1; x.index < total; n++) {
-    Item item = x.item;
+  Ticket ticket = pop(barriers, 0, lane);
+  load_query(x, a, ticket, total, lane);
+  for (u32 n = 1; ticket.index < total; n++) {
+    Item item = ticket.item;
     float s[TILES][4] = {}, all[2];
     for (u32 block = 0; block < item.blocks; block++, chunk++) {  // all wait for each: parity tells two phases
       u32 place = chunk % RING;
@@ -257,8 +269,8 @@ __device__ __forceinline__ void attend(
       if (lane == 0) barrier_arrive(barriers.empty + place * 8);
     }
     weigh(all, s, a, item, warp, lane);
-    x.index = pop(barriers, n, lane);
-    load_query(x, a, total, lane);
+    ticket = pop(barriers, n, lane);
+    load_query(x, a, ticket, total, lane);
     Sums sums = {};
     for (int block = 0; block < item.blocks; block++, chunk++) {
       u32 place = chunk % RING, at = shared + place * CHUNK_BYTES;
@@ -315,13 +327,14 @@ __device__ void merge(const Arguments& a, const Item& item, u32 thread) {
 
 __device__ __forceinline__ void merge_all(const Arguments& a, const Barriers& barriers, int total, u32 thread) {
   u32 partials = 0, lane = thread % LANES;
-  int index = pop(barriers, 0, lane);
-  for (u32 n = 1; index < total; n++) {
-    Item item = header_of(a, index);
+  Ticket ticket = pop(barriers, 0, lane);
+  for (u32 n = 1; ticket.index < total; n++) {
+    const Item& item = ticket.item;
     if (!alone(item)) {
       int* arrived = a.arrived + item.sequence * KV_HEADS + item.head;
       volatile int* last = at<int>(LAST_AT) + (partials & 1);
-      barrier_wait(barriers.stored, partials & 1);
+      if (thread < LANES) barrier_wait(barriers.stored, partials & 1);
+      __syncwarp();
       if (thread == 0) {
         barrier_arrive(barriers.taken);
         __threadfence();
@@ -335,7 +348,7 @@ __device__ __forceinline__ void merge_all(const Arguments& a, const Barriers& ba
       }
       partials++;
     }
-    index = pop(barriers, n, lane);
+    ticket = pop(barriers, n, lane);
   }
 }
 
