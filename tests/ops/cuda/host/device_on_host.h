@@ -1,7 +1,7 @@
 // CUDA's model on the host, for kernels whose machine instructions are the functions of warp_tiles.cuh and hopper.cuh.
 //
 // Every thread of a cluster is a fiber. What waits for others hands over to a fiber drawn at random, so that a missing
-// barrier shows as wrong bits under some seed; copies to shared memory are carried out no earlier than they are waited for,
+// barrier shows as wrong bits under some seed, and some warps seldom get a turn; copies to shared memory are carried out no earlier than they are waited for,
 // shared memory starts as noise, and a barrier that cannot be passed ends the program. Clusters run one after another, the
 // last one first. A product of the matrix unit is 16 products and one accumulator added in double, rounded once.
 #include <ucontext.h>
@@ -390,10 +390,16 @@ static void run_cluster(std::vector<Fiber>& fibers) {
     fiber.arrived = fiber.done = false, fiber.open.clear(), fiber.groups.clear();
     ready.push_back(&fiber);
   }
+  std::vector<bool> slow(fibers.size() / 32);
+  for (size_t i = 0; i < slow.size(); i++) slow[i] = random_number() % 4 == 0;
   while (!ready.empty() || !boxes.empty()) {
     if (!boxes.empty() && (ready.empty() || random_number() % 64 == 0)) carry_out(draw(boxes));
     if (ready.empty()) continue;
     self = draw(ready);
+    if (slow[(self - fibers.data()) / 32] && random_number() % 64) {
+      ready.push_back(self);
+      continue;
+    }
     swapcontext(&scheduler, &self->context);
   }
 }
