@@ -123,9 +123,11 @@ CLUSTER_SPLIT = (
 
 @dataclass(frozen=True, slots=True)
 class StreamTile:
-    """The CUDA C++ kernel with one block on each multiprocessor: `ring` blocks of 64 keys, K or V, in shared memory."""
+    """The CUDA C++ kernel with one block on each multiprocessor: `ring` blocks of 64 keys, K or V, in shared memory, and
+    `merged` splits of eight rows that are merged at once."""
 
     ring: int
+    merged: int
 
     @property
     def rows(self) -> int:
@@ -136,11 +138,21 @@ class StreamTile:
         return 1
 
     def __str__(self) -> str:
-        return str(self.ring)
+        return f"{self.ring}x{self.merged}"
 
     def shared_bytes(self, dim: int) -> int:
-        """The ring, weights, maxima and factors, barriers."""
-        return self.ring * 64 * dim * 2 + 512 * 16 + 2 * 8 * 8 * 4 + 16 * self.ring + 256
+        """Ring, partial results to merge, weights, a result and its sums, factors of merging, maxima and factors, queue
+        and barriers."""
+        merging = self.merged * 8 * (dim * 4 + 16)
+        return self.ring * 64 * dim * 2 + merging + 512 * 16 + 8 * (dim + 8) * 4 + 2 * 8 * 8 * 4 + 16 * self.ring + 400
 
 
-STREAM_SPLIT = (StreamTile(5), StreamTile(8), StreamTile(12), StreamTile(24))
+STREAM_SPLIT = (
+    StreamTile(4, 16),
+    StreamTile(5, 8),
+    StreamTile(5, 16),
+    StreamTile(6, 16),
+    StreamTile(8, 8),
+    StreamTile(12, 32),
+    StreamTile(5, 4),
+)

@@ -4,20 +4,24 @@
 // One block on each multiprocessor takes one split of one (sequence, kv head) after another, the next free one. A warp
 // copies blocks of 64 keys, K and then V, into a ring. Of a split only l and the output are chains over its keys: eight
 // warps score a block of keys each, keep the maxima of all, weigh their block, and then each multiplies all blocks, in
-// order, into its own columns. Four warps merge: whoever finishes the last split of a (sequence, kv head) adds all of
-// them up, ascending, while the others go on.
+// order, into its own columns. Four warps store what comes out and merge: whoever finishes the last split of a (sequence,
+// kv head) adds all of them up, ascending, while the others go on.
 //
-// Compiled with -D of split_items.cuh and RING (blocks of keys in shared memory), SHARED_BYTES.
+// Compiled with -D of split_items.cuh and RING (blocks of keys in shared memory), MERGED (splits of eight rows that are
+// merged at once), SHARED_BYTES.
 
 constexpr int SCORERS = 8, MERGERS = 4, THREADS = (SCORERS + 1 + MERGERS) * LANES, ROWS = 8;
 constexpr int BLOCKS = SPLIT / BLOCK, TILES = BLOCK / 16;
 constexpr int CHUNK_BYTES = BLOCK * ROW_BYTES, REGIONS = D / 64, BOX = BLOCK < PAGE_SIZE ? BLOCK : PAGE_SIZE;
 constexpr int VALUE_WARPS = STEPS < SCORERS ? STEPS : SCORERS, COLUMNS = STEPS / VALUE_WARPS;  // of 16, of a warp
-constexpr int P_AT = RING * CHUNK_BYTES, MAXIMA_AT = P_AT + SPLIT / 16 * LANES * 8;
-constexpr int FACTORS_AT = MAXIMA_AT + SCORERS * ROWS * 4, BARRIERS_AT = FACTORS_AT + SCORERS * ROWS * 4;
-constexpr int QUEUE = 4, QUEUE_AT = BARRIERS_AT + (2 * RING + 2 * QUEUE + 2) * 8, INDEX_AT = QUEUE_AT + QUEUE * 32;
-constexpr int LAST_AT = INDEX_AT + QUEUE * 4;
-constexpr int UNROLL = 16;  // splits in flight while merging
+constexpr int RESULT = D + 8, TABLE = 8 * MERGED;  // floats of a row; weights of merging
+constexpr int STAGE_AT = RING * CHUNK_BYTES, P_AT = STAGE_AT + MERGED * ROWS * D * 4;
+constexpr int RESULT_AT = P_AT + SPLIT / 16 * LANES * 8, SUMS_AT = RESULT_AT + ROWS * RESULT * 4;
+constexpr int TABLE_AT = SUMS_AT + ROWS * 8, MAXIMA_AT = TABLE_AT + TABLE * 16;
+constexpr int FACTORS_AT = MAXIMA_AT + SCORERS * ROWS * 4, QUEUE_AT = FACTORS_AT + SCORERS * ROWS * 4;
+constexpr int QUEUE = 4, INDEX_AT = QUEUE_AT + QUEUE * 32, BARRIERS_AT = INDEX_AT + QUEUE * 4;
+constexpr int LAST_AT = BARRIERS_AT + (2 * RING + 2 * QUEUE + 3) * 8;
+constexpr int PARTS = (ROWS * D / 4 + MERGERS * LANES - 1) / (MERGERS * LANES);  // of four columns, of a merging thread
 static_assert(LAST_AT + 8 <= SHARED_BYTES);
 
 extern __shared__ __align__(1024) char memory[];
@@ -28,9 +32,9 @@ __device__ __forceinline__ T* at(int place) {
 }
 
 struct Barriers {  // addresses
-  u32 full, empty;                // of each place of the ring
-  u32 queued, read;               // of each place of the queue of items
-  u32 stored, taken;              // partial results, and that the mergers know of them
+  u32 full, empty;            // of each place of the ring
+  u32 queued, read;           // of each place of the queue of items
+  u32 stored, taken, staged;  // a result in shared memory, free again; partial results there
 };
 
 // Place of a 16-byte segment of a key's row in a chunk: regions of 64 elements, swizzled by the copy engine.
@@ -43,7 +47,7 @@ struct Ticket {
   Item item;
 };
 
-// The n-th item of this block, which the producer has written down; from `total` on there is none.
+// The n-th item of this block after its first, which the producer has written down; from `total` on there is none.
 __device__ __forceinline__ Ticket pop(const Barriers& barriers, u32 n, u32 lane) {
   u32 place = n % QUEUE;
   barrier_wait(barriers.queued + place * 8, n / QUEUE & 1);
@@ -66,12 +70,10 @@ __device__ __forceinline__ void push(const Barriers& barriers, u32 n, int index,
 
 __device__ __forceinline__ void produce(
     const Arguments& a, const TensorMap* k_map, const TensorMap* v_map, const Barriers& barriers, u32 shared, int* next,
-    int total, u32 lane) {
-  int index = blockIdx.x, active = min((int)gridDim.x, total), page = page_of(a, index, lane);
-  Header header = header_of(a, index);  // of each block one item at least has room in the list
+    int total, Header header, int page, u32 lane) {
+  int index = blockIdx.x, active = min((int)gridDim.x, total);
   u32 chunk = 0;
-  push(barriers, 0, index, header, lane);
-  for (u32 n = 1; index < total; n++) {
+  for (u32 n = 0; index < total; n++) {
     int before = 0, now = page;
     if (lane == 0) before = atomicAdd(next, 1);
     Item item = item_of(header, index);
@@ -191,77 +193,101 @@ __device__ __forceinline__ void clear_from(u32 chunk, int row0, u32 warp, u32 la
   __syncwarp();
 }
 
+struct Operands {  // of one block of 64 keys
+  uint2 p[TILES];
+  u32 v[TILES][COLUMNS][4];
+  float2 factor;
+};
+
+__device__ __forceinline__ void load_operands(Operands& x, u32 chunk, int block, u32 warp, u32 lane) {
+  const uint2* weights = at<uint2>(P_AT) + block * TILES * LANES + lane;
+  x.factor = at<float2>(FACTORS_AT)[block * ROWS / 2 + (lane & 3)];
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    x.p[i] = weights[i * LANES];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++)
+      load_tile_transposed(x.v[i][j], chunk + place_of(i * 16 + (lane & 7) + (lane >> 4) * 8, (j * VALUE_WARPS + warp) * 2 + (lane >> 3 & 1)));
+  }
+}
+
 struct Sums {  // columns g and g + 8 of each tile, rows 2t and 2t + 1 of lane 4g + t; l's columns are all equal
   float acc[COLUMNS][4], l[4];
 };
 
-__device__ __forceinline__ void accumulate(Sums& x, u32 chunk, int block, u32 warp, u32 lane) {
+__device__ __forceinline__ void accumulate(Sums& sums, const Operands& x) {
   const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
-  float2 factor = at<float2>(FACTORS_AT)[block * ROWS / 2 + (lane & 3)];
-  const uint2* weights = at<uint2>(P_AT) + block * TILES * LANES + lane;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    float f = i & 1 ? factor.y : factor.x;
-    x.l[i] = __fmul_rn(x.l[i], f);
+    float f = i & 1 ? x.factor.y : x.factor.x;
+    sums.l[i] = __fmul_rn(sums.l[i], f);
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++) x.acc[j][i] = __fmul_rn(x.acc[j][i], f);
+    for (int j = 0; j < COLUMNS; j++) sums.acc[j][i] = __fmul_rn(sums.acc[j][i], f);
   }
 #pragma unroll
   for (int i = 0; i < TILES; i++) {
-    uint2 p = weights[i * LANES];
-    multiply(x.l, ones, p.x, p.y);
+    multiply(sums.l, ones, x.p[i].x, x.p[i].y);
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
-      u32 v[4];
-      load_tile_transposed(
-          v, chunk + place_of(i * 16 + (lane & 7) + (lane >> 4) * 8, (j * VALUE_WARPS + warp) * 2 + (lane >> 3 & 1)));
-      multiply(x.acc[j], v, p.x, p.y);
-    }
+    for (int j = 0; j < COLUMNS; j++) multiply(sums.acc[j], x.v[i][j], x.p[i].x, x.p[i].y);
   }
 }
 
-// Merged into nothing where the split is alone (or NaN, where the plan has no room); else a partial result.
-__device__ __forceinline__ void store(
+// Merged into nothing: the only split of its sequence (or NaN, where the plan has no room).
+__device__ __forceinline__ void store_alone(
     const Arguments& a, const Item& item, const Sums& x, const float (&all)[2], u32 warp, u32 lane) {
 #pragma unroll
   for (int side = 0; side < 2; side++) {
     int row = (lane & 3) * 2 + side;
     if (row >= item.count * GROUP) continue;
-    u64 place = ((u64)item.place * KV_HEADS + item.head) * a.held + row;
-    float m = all[side], l = x.l[side];
-    float first = exp2_approx(__fsub_rn(NONE, m)), second = exp2_approx(__fsub_rn(m, m));
-    if (alone(item)) l = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(l, second));
+    float m = all[side], first = exp2_approx(__fsub_rn(NONE, m)), second = exp2_approx(__fsub_rn(m, m));
+    float l = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.l[side], second));
     if (item.split < 0) l = __int_as_float(0x7fffffff);
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        int d = (j * VALUE_WARPS + warp) * 16 + half * 8 + (lane >> 2);
-        float value = x.acc[j][half * 2 + side];
-        if (alone(item))
-          store_out(a, item, row, d, __fdiv_rn(__fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(value, second)), l));
-        else
-          a.partial[place * D + d] = value;
+        float acc = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.acc[j][half * 2 + side], second));
+        store_out(a, item, row, (j * VALUE_WARPS + warp) * 16 + half * 8 + (lane >> 2), __fdiv_rn(acc, l));
       }
-    if (warp == 0 && lane < 4) {
-      if (alone(item))
-        store_lse(a, item, row, m, l);
-      else
-        *(float2*)(a.stats + 2 * place) = make_float2(m, l);
-    }
+    if (warp == 0 && lane < 4) store_lse(a, item, row, m, l);
   }
 }
 
+// For the mergers.
+__device__ __forceinline__ void store_result(const Sums& x, const float (&all)[2], u32 warp, u32 lane) {
+#pragma unroll
+  for (int side = 0; side < 2; side++) {
+    int row = (lane & 3) * 2 + side;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        at<float>(RESULT_AT)[row * RESULT + (j * VALUE_WARPS + warp) * 16 + half * 8 + (lane >> 2)] = x.acc[j][half * 2 + side];
+    if (warp == 0 && lane < 4) at<float2>(SUMS_AT)[row] = make_float2(all[side], x.l[side]);
+  }
+}
+
+// Waits for a chunk and has a warp's operands of it on their way. All warps wait for all chunks: parity tells two phases.
+__device__ __forceinline__ void take_values(
+    Operands& x, const Barriers& barriers, u32 shared, u32 chunk, const Item& item, int block, u32 warp, u32 lane) {
+  u32 place = chunk % RING, values = shared + place * CHUNK_BYTES;
+  barrier_wait(barriers.full + place * 8, chunk / RING & 1);
+  if (warp >= VALUE_WARPS) return;
+  int keys = keys_of(item) - block * BLOCK;
+  if (keys < BLOCK) clear_from(values, keys, warp, lane);
+  load_operands(x, values, block, warp, lane);
+}
+
 __device__ __forceinline__ void attend(
-    const Arguments& a, const Barriers& barriers, u32 shared, int total, u32 warp, u32 lane) {
-  u32 chunk = 0, partials = 0;
+    const Arguments& a, const Barriers& barriers, u32 shared, int total, const Header& header, u32 warp, u32 lane) {
+  u32 chunk = 0, results = 0;
   Query x;
-  Ticket ticket = pop(barriers, 0, lane);
+  Ticket ticket = {(int)blockIdx.x, item_of(header, blockIdx.x)};
   load_query(x, a, ticket, total, lane);
-  for (u32 n = 1; ticket.index < total; n++) {
+  for (u32 n = 0; ticket.index < total; n++) {
     Item item = ticket.item;
     float s[TILES][4] = {}, all[2];
-    for (u32 block = 0; block < item.blocks; block++, chunk++) {  // all wait for each: parity tells two phases
+    for (u32 block = 0; block < item.blocks; block++, chunk++) {
       u32 place = chunk % RING;
       barrier_wait(barriers.full + place * 8, chunk / RING & 1);
       if (block == warp) score(s, x, shared + place * CHUNK_BYTES, lane);
@@ -272,81 +298,134 @@ __device__ __forceinline__ void attend(
     ticket = pop(barriers, n, lane);
     load_query(x, a, ticket, total, lane);
     Sums sums = {};
+    Operands now, next;
+    if (item.blocks) take_values(next, barriers, shared, chunk, item, 0, warp, lane);
     for (int block = 0; block < item.blocks; block++, chunk++) {
-      u32 place = chunk % RING, at = shared + place * CHUNK_BYTES;
-      barrier_wait(barriers.full + place * 8, chunk / RING & 1);
-      if (warp < VALUE_WARPS) {
-        int keys = keys_of(item) - block * BLOCK;
-        if (keys < BLOCK) clear_from(at, keys, warp, lane);
-        accumulate(sums, at, block, warp, lane);
-      }
+      now = next;
+      if (block + 1 < item.blocks) take_values(next, barriers, shared, chunk + 1, item, block + 1, warp, lane);
+      if (warp < VALUE_WARPS) accumulate(sums, now);
       __syncwarp();
-      if (lane == 0) barrier_arrive(barriers.empty + place * 8);
+      if (lane == 0) barrier_arrive(barriers.empty + chunk % RING * 8);
     }
-    if (warp < VALUE_WARPS) store(a, item, sums, all, warp, lane);
-    if (!alone(item)) {
-      barrier_wait(barriers.taken, (partials & 1) ^ 1);
+    if (alone(item)) {
+      if (warp < VALUE_WARPS) store_alone(a, item, sums, all, warp, lane);
+    } else {
+      barrier_wait(barriers.taken, (results & 1) ^ 1);
+      if (warp < VALUE_WARPS) store_result(sums, all, warp, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(barriers.stored);
-      partials++;
+      results++;
     }
   }
 }
 
-// All threads of the mergers: the splits of a (sequence, kv head), ascending.
-__device__ void merge(const Arguments& a, const Item& item, u32 thread) {
-  int splits = splits_of(item);
+// The mergers' threads: what the scorers have left goes into global memory.
+__device__ __forceinline__ void store_partial(const Arguments& a, const Item& item, u32 thread) {
+  u64 place = ((u64)item.place * KV_HEADS + item.head) * a.held;
+  for (int e = thread * 4; e < item.count * GROUP * D; e += MERGERS * LANES * 4)
+    *(float4*)(a.partial + place * D + e) = *at<float4>(RESULT_AT + (e / D * RESULT + e % D) * 4);
+  if (thread < item.count * GROUP) *(float2*)(a.stats + 2 * (place + thread)) = at<float2>(SUMS_AT)[thread];
+}
+
+__device__ __forceinline__ float running_maximum(float m, u32 lane) {  // of the lanes up to this one
+#pragma unroll
+  for (int step = 1; step < LANES; step *= 2) {
+    float other = __shfl_up_sync(~0u, m, step);
+    if (lane >= step) m = fmaxf(m, other);
+  }
+  return m;
+}
+
+// For `count` splits of each row, a warp for every fourth row: the factor of what is merged before, that of the split
+// (-1: the row sees no key of it), its sum, and the maximum so far, which `M` keeps.
+__device__ __forceinline__ void weigh_splits(
+    float (&M)[ROWS / MERGERS], const Arguments& a, u64 place, int count, int rows, u32 warp, u32 lane) {
+#pragma unroll
+  for (int i = 0; i < ROWS / MERGERS; i++) {
+    int row = i * MERGERS + warp;
+    if (row >= rows) continue;
+    for (int split0 = 0; split0 < count; split0 += LANES) {
+      int split = split0 + lane;
+      float2 x = make_float2(NONE, 0.0f);
+      if (split < count) x = __ldcg((const float2*)(a.stats + 2 * (place + (u64)split * KV_HEADS * a.held + row)));
+      float mn = fmaxf(M[i], running_maximum(x.x, lane)), before = __shfl_up_sync(~0u, mn, 1);
+      if (lane == 0) before = M[i];
+      bool seen = x.x != NONE;
+      float old_weight = exp2_approx(__fsub_rn(before, mn)), weight = seen ? exp2_approx(__fsub_rn(x.x, mn)) : -1.0f;
+      if (split < count) at<float4>(TABLE_AT)[split * rows + row] = make_float4(old_weight, weight, x.y, mn);
+      M[i] = __shfl_sync(~0u, mn, LANES - 1);
+    }
+  }
+}
+
+// All threads of the mergers: the splits of a (sequence, kv head), ascending, as many at once as there is room for.
+__device__ __forceinline__ void merge(
+    const Arguments& a, const Item& item, u32 shared, u32 staged, u32& stages, u32 thread) {
+  int rows = item.count * GROUP, splits = splits_of(item), bytes = rows * D * 4, room = MERGED * ROWS / rows;
   u64 first = ((u64)(item.place - item.split) * KV_HEADS + item.head) * a.held;
-  for (int e = thread * 4; e < item.count * GROUP * D; e += MERGERS * LANES * 4) {
-    int row = e / D, d = e % D;
-    float A[4] = {0, 0, 0, 0}, M = NONE, L = 0;
-    for (int split0 = 0; split0 < splits; split0 += UNROLL) {
-      float4 acc[UNROLL];
-      float2 stats[UNROLL];
+  float A[PARTS][4] = {}, L[PARTS] = {}, maxima[PARTS], M[ROWS / MERGERS];
 #pragma unroll
-      for (int i = 0; i < UNROLL; i++) {
-        u64 place = first + (u64)min(split0 + i, splits - 1) * KV_HEADS * a.held + row;
-        acc[i] = __ldcg((const float4*)(a.partial + place * D + d));
-        stats[i] = __ldcg((const float2*)(a.stats + 2 * place));
+  for (int i = 0; i < ROWS / MERGERS; i++) M[i] = NONE;
+  for (int split0 = 0; split0 < splits; split0 += room, stages++) {
+    int count = min(splits - split0, room);
+    u64 place = first + (u64)split0 * KV_HEADS * a.held;
+    if (thread == 0) barrier_expect(staged, count * bytes);
+    fence_async_global();
+    for (int i = thread; i < count; i += MERGERS * LANES)
+      copy_bulk(shared + STAGE_AT + i * bytes, a.partial + (place + (u64)i * KV_HEADS * a.held) * D, bytes, staged);
+    weigh_splits(M, a, place, count, rows, thread / LANES, thread % LANES);
+    named_sync(2, MERGERS * LANES);
+    barrier_wait(staged, stages & 1);
+    for (int i = 0; i < count; i++)
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        int e = (part * MERGERS * LANES + thread) * 4;
+        if (e >= rows * D) continue;
+        float4 x = at<float4>(STAGE_AT + i * bytes)[e / 4], w = at<float4>(TABLE_AT)[i * rows + e / D];
+        float acc[4] = {x.x, x.y, x.z, x.w};
+        maxima[part] = w.w;
+        if (w.y < 0) continue;  // the row sees no key of this split
+#pragma unroll
+        for (int j = 0; j < 4; j++) A[part][j] = __fadd_rn(__fmul_rn(A[part][j], w.x), __fmul_rn(acc[j], w.y));
+        L[part] = __fadd_rn(__fmul_rn(L[part], w.x), __fmul_rn(w.z, w.y));
       }
+    named_sync(2, MERGERS * LANES);
+  }
 #pragma unroll
-      for (int i = 0; i < UNROLL; i++) {
-        float m = stats[i].x, values[4] = {acc[i].x, acc[i].y, acc[i].z, acc[i].w};
-        if (split0 + i >= splits || m == NONE) continue;  // a split of which the row sees no key
-        float mn = fmaxf(M, m), old_weight = exp2_approx(__fsub_rn(M, mn)), weight = exp2_approx(__fsub_rn(m, mn));
+  for (int part = 0; part < PARTS; part++) {
+    int e = (part * MERGERS * LANES + thread) * 4, row = e / D, d = e % D;
+    if (e >= rows * D) continue;
 #pragma unroll
-        for (int j = 0; j < 4; j++) A[j] = __fadd_rn(__fmul_rn(A[j], old_weight), __fmul_rn(values[j], weight));
-        L = __fadd_rn(__fmul_rn(L, old_weight), __fmul_rn(stats[i].y, weight)), M = mn;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) store_out(a, item, row, d + j, __fdiv_rn(A[j], L));
-    if (d == 0) store_lse(a, item, row, M, L);
+    for (int j = 0; j < 4; j++) store_out(a, item, row, d + j, __fdiv_rn(A[part][j], L[part]));
+    if (d == 0) store_lse(a, item, row, maxima[part], L[part]);
   }
 }
 
-__device__ __forceinline__ void merge_all(const Arguments& a, const Barriers& barriers, int total, u32 thread) {
-  u32 partials = 0, lane = thread % LANES;
-  Ticket ticket = pop(barriers, 0, lane);
-  for (u32 n = 1; ticket.index < total; n++) {
+__device__ __forceinline__ void merge_all(
+    const Arguments& a, const Barriers& barriers, u32 shared, int total, const Header& header, u32 thread) {
+  u32 results = 0, stages = 0, lane = thread % LANES;
+  Ticket ticket = {(int)blockIdx.x, item_of(header, blockIdx.x)};
+  for (u32 n = 0; ticket.index < total; n++) {
     const Item& item = ticket.item;
     if (!alone(item)) {
       int* arrived = a.arrived + item.sequence * KV_HEADS + item.head;
-      volatile int* last = at<int>(LAST_AT) + (partials & 1);
-      if (thread < LANES) barrier_wait(barriers.stored, partials & 1);
+      volatile int* last = at<int>(LAST_AT) + (results & 1);
+      barrier_wait(barriers.stored, results & 1);
+      store_partial(a, item, thread);
       __syncwarp();
+      if (lane == 0) barrier_arrive(barriers.taken);
+      fence_gpu();
+      named_sync(2, MERGERS * LANES);
       if (thread == 0) {
-        barrier_arrive(barriers.taken);
-        __threadfence();
         *last = atomicAdd(arrived, 1) == splits_of(item) - 1;
+        fence_gpu();
       }
       named_sync(2, MERGERS * LANES);
       if (*last) {
-        __threadfence();
-        merge(a, item, thread);
+        merge(a, item, shared, barriers.staged, stages, thread);
         if (thread == 0) *arrived = 0;  // for the next layer
       }
-      partials++;
+      results++;
     }
     ticket = pop(barriers, n, lane);
   }
@@ -359,23 +438,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_stream(
   const Arguments a = {q_rows, nullptr, nullptr, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats,
                        nullptr, nullptr, nullptr, 0, tokens, held, stride_q, 0, 0, scale};
   u32 shared = shared_address(memory), thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
-  int total = *a.total * KV_HEADS;
+  int total = *a.total * KV_HEADS, page = 0;
+  Header header = header_of(a, blockIdx.x);  // of each block one item at least has room in the list
   Barriers barriers;
   barriers.full = shared + BARRIERS_AT, barriers.empty = barriers.full + RING * 8;
   barriers.queued = barriers.empty + RING * 8, barriers.read = barriers.queued + QUEUE * 8;
-  barriers.stored = barriers.read + QUEUE * 8, barriers.taken = barriers.stored + 8;
+  barriers.stored = barriers.read + QUEUE * 8, barriers.taken = barriers.stored + 8, barriers.staged = barriers.taken + 8;
   if (warp == SCORERS) {
+    page = page_of(a, blockIdx.x, lane);
+    if (lane == 0) prefetch_map(&k_map), prefetch_map(&v_map);
     if (lane < RING) barrier_init(barriers.full + lane * 8, 1), barrier_init(barriers.empty + lane * 8, SCORERS);
     if (lane < QUEUE) barrier_init(barriers.queued + lane * 8, 1), barrier_init(barriers.read + lane * 8, SCORERS + MERGERS);
-    if (lane == 0) barrier_init(barriers.stored, SCORERS), barrier_init(barriers.taken, 1);
+    if (lane == 0) barrier_init(barriers.stored, SCORERS), barrier_init(barriers.taken, MERGERS), barrier_init(barriers.staged, 1);
     barriers_ready();
-    if (lane == 0) prefetch_map(&k_map), prefetch_map(&v_map);
   }
   __syncthreads();
   if (warp < SCORERS)
-    attend(a, barriers, shared, total, warp, lane);
+    attend(a, barriers, shared, total, header, warp, lane);
   else if (warp == SCORERS)
-    produce(a, &k_map, &v_map, barriers, shared, next, total, lane);
+    produce(a, &k_map, &v_map, barriers, shared, next, total, header, page, lane);
   else
-    merge_all(a, barriers, total, thread - (SCORERS + 1) * LANES);
+    merge_all(a, barriers, shared, total, header, thread - (SCORERS + 1) * LANES);
 }

@@ -170,10 +170,10 @@ CASES = [
     (ClusterTile(2), 2, 1, 64, 64, 2, 4.0, 4),
     (ClusterTile(4), 5, 1, 64, 32, 3, 16.0, 1),
     (ClusterTile(8), 2, 1, 128, 256, 99, 2.0, 2),
-    (StreamTile(2), 4, 2, 64, 16, 1, 1.0, 1),
-    (StreamTile(5), 2, 1, 128, 64, 3, 4.0, 4),
-    (StreamTile(12), 5, 1, 64, 32, 99, 16.0, 1),
-    (StreamTile(3), 2, 1, 256, 256, 2, 2.0, 2),
+    (StreamTile(2, 2), 4, 2, 64, 16, 1, 1.0, 1),
+    (StreamTile(5, 1), 2, 1, 128, 64, 3, 4.0, 4),
+    (StreamTile(12, 4), 5, 1, 64, 32, 99, 16.0, 1),
+    (StreamTile(3, 1), 2, 1, 256, 256, 2, 2.0, 2),
 ]
 LENGTHS = [1, 70, 512, 577, 1030]
 
@@ -196,7 +196,7 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
         assert torch.equal(lse, right_lse)
 
 
-@pytest.mark.parametrize("tile", [ClusterTile(1), StreamTile(4)], ids=lambda tile: type(tile).__name__)
+@pytest.mark.parametrize("tile", [ClusterTile(1), StreamTile(4, 1)], ids=lambda tile: type(tile).__name__)
 def test_lengths_beyond_what_a_plan_has_room_for_give_nan(
     tile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ struct float4 { float x, y, z, w; };
 struct int4 { int x, y, z, w; };
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 
 struct Copy {
@@ -87,11 +88,13 @@ struct Block {
   std::map<int, Barrier> named;
 };
 
-struct Box {  // a copy of the engine, carried out at some time
+struct Box {  // a copy of the engine, carried out at some time; of `bytes` in a row, or as `map` has it
   int block;
   u32 into, barrier;
   const TensorMap* map;
   int at[4];
+  const char* from;
+  u32 bytes;
 };
 
 static std::mt19937 random_number;
@@ -160,6 +163,11 @@ static T shuffled(T x, int lane) {
 
 template <typename T>
 static T __shfl_sync(u32, T x, int lane) { return shuffled(x, lane); }
+template <typename T>
+static T __shfl_up_sync(u32, T x, int step) {
+  int lane = self->id % 32;
+  return shuffled(x, lane < step ? lane : lane - step);
+}
 template <typename T>
 static T __shfl_xor_sync(u32, T x, int mask) { return shuffled(x, self->id % 32 ^ mask); }
 
@@ -257,13 +265,19 @@ static void barrier_wait(u32 barrier, u32 phase) {
 }
 
 static void copy_box(u32 into, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
-  boxes.push_back({self->block, into, barrier, map, {c0, c1, c2, c3}});
+  boxes.push_back({self->block, into, barrier, map, {c0, c1, c2, c3}, nullptr, 0});
 }
 
-// Rows of 128 bytes, 16-byte segments exchanged by the row's place in an atom of 1024 bytes.
-static void carry_out(const Box& box) {
-  std::vector<char>& shared = blocks[box.block].shared;
-  const TensorMap& map = *box.map;
+static void copy_bulk(u32 into, const void* from, u32 bytes, u32 barrier) {
+  if ((uintptr_t)from % 16 || into % 16 || bytes % 16) fail("a bulk copy that is not aligned");
+  boxes.push_back({self->block, into, barrier, nullptr, {}, (const char*)from, bytes});
+}
+
+static void fence_async_global() {}
+static void fence_gpu() {}
+
+// Rows of 128 bytes, 16-byte segments exchanged by the row's place in an atom of 1024 bytes. Returns the bytes.
+static int copy_rows(std::vector<char>& shared, const Box& box, const TensorMap& map) {
   int rows = map.box[2], bytes = 0;
   for (int row = 0; row < rows; row++)
     for (u32 segment = 0; segment < map.box[0] / 8; segment++, bytes += 16) {
@@ -275,8 +289,15 @@ static void carry_out(const Box& box) {
       if (into + 16 > shared.size()) fail("a box outside shared memory");
       memcpy(&shared[into], map.base + from * 2, 16);
     }
+  return bytes;
+}
+
+static void carry_out(const Box& box) {
+  std::vector<char>& shared = blocks[box.block].shared;
+  if (box.from && box.into + box.bytes > shared.size()) fail("a bulk copy outside shared memory");
+  if (box.from) memcpy(&shared[box.into], box.from, box.bytes);
   Counter& c = counter(box.block, box.barrier);
-  c.bytes -= bytes;
+  c.bytes -= box.from ? box.bytes : copy_rows(shared, box, *box.map);
   settle(c);
 }
 
