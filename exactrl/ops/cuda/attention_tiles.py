@@ -81,12 +81,9 @@ WARP_SPLIT = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ClusterTile:
-    """The CUDA C++ kernel in which a cluster of `blocks` blocks takes a split; `fetch`: bytes (0, 128 or 256) around a
-    copy of V that the L2 gets."""
+    """The CUDA C++ kernel in which a cluster of `blocks` blocks takes a split."""
 
     blocks: int
-    fetch: int = 0
-    late: bool = False
 
     @property
     def rows(self) -> int:
@@ -97,7 +94,7 @@ class ClusterTile:
         return 1
 
     def __str__(self) -> str:
-        return f"{self.blocks}" + (f"-f{self.fetch}" if self.fetch else "") + ("-late" if self.late else "")
+        return str(self.blocks)
 
     def shared_bytes(self, dim: int) -> int:
         """Of a block: its share of a split's K and V, rows of q, scores, weights, maxima and factors, a flag."""
@@ -108,23 +105,14 @@ class ClusterTile:
         return min(2, 228 * 1024 // (self.shared_bytes(dim) + 1024))
 
 
-CLUSTER_SPLIT = (
-    ClusterTile(1),
-    ClusterTile(2),
-    ClusterTile(4),
-    ClusterTile(8),
-    ClusterTile(2, 256),
-    ClusterTile(4, 128),
-    ClusterTile(4, 256),
-    ClusterTile(4, 0, True),
-)
+CLUSTER_SPLIT = (ClusterTile(4),)
 """A block has at least 16 columns of V: one tile of the matrix unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTile:
-    """The CUDA C++ kernel with one block on each multiprocessor: `ring` blocks of 64 keys, K or V, in shared memory, and
-    `merged` splits of eight rows that are merged at once."""
+    """The CUDA C++ kernel with one block on each multiprocessor: `ring` blocks of 64 keys, K or V, in shared memory,
+    and `merged` splits of eight rows that are merged at once."""
 
     ring: int
     merged: int

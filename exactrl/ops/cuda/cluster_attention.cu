@@ -9,7 +9,7 @@
 // Whoever finishes the last split of a (sequence, kv head) merges its columns of all of them, ascending.
 //
 // Compiled with -D of split_items.cuh and CTAS (blocks of a cluster), RESIDENT (blocks on a multiprocessor, at least),
-// SHARED_BYTES, FETCH (bytes around a copy of V that the L2 gets).
+// SHARED_BYTES.
 
 constexpr int WARPS = 8, THREADS = WARPS * LANES, ROWS = 8, BLOCKS = SPLIT / BLOCK;
 constexpr int KEYS = SPLIT / CTAS, COLUMNS = D / CTAS, TILES = KEYS / 16;  // of a block; tiles of 16 keys
@@ -73,7 +73,7 @@ __device__ __forceinline__ void copy_values(const Arguments& a, const Work& w, u
     u32 key = (i * THREADS + thread) / VALUE_SEGMENTS, segment = thread % VALUE_SEGMENTS;
     int page = __shfl_sync(~0u, w.page, key / 16);
     u64 slot = key < keys ? (u64)page * PAGE_SIZE + key % PAGE_SIZE : 0;
-    copy_16<FETCH>(into + swizzled(key, segment, VALUE_SEGMENTS), v + slot * a.stride_v + segment * 8, key < keys ? 16 : 0);
+    copy_16(into + swizzled(key, segment, VALUE_SEGMENTS), v + slot * a.stride_v + segment * 8, key < keys ? 16 : 0);
   }
 }
 
@@ -311,10 +311,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_clusters(
     __syncthreads();
     merging = now.item, splits = splits_of(merging), before = -1;
     if (merging.split < 0 || splits == 1) splits = 1;
-    else if (thread == 0 && !SIGNAL_LATE) before = signal(arrivals_of(a, merging, rank));
+    else if (thread == 0) before = signal(arrivals_of(a, merging, rank));
     if (index + step < total) copy_values(a, next, shared + V_AT, rank, thread);
     copies_commit();
-    if (thread == 0 && SIGNAL_LATE && splits > 1) before = signal(arrivals_of(a, merging, rank));
     now = next;
   }
   if (thread == 0) *last = before == splits - 1;

@@ -31,7 +31,7 @@ def source() -> str:
 def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: ClusterTile) -> list[str]:
     return options_of(
         heads, kv_heads, dim, page_size, CTAS=tile.blocks, RESIDENT=tile.resident(dim),
-        SHARED_BYTES=tile.shared_bytes(dim), FETCH=tile.fetch, SIGNAL_LATE=int(tile.late),
+        SHARED_BYTES=tile.shared_bytes(dim),
     )  # fmt: skip
 
 

@@ -29,7 +29,9 @@ def source() -> str:
 
 
 def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: StreamTile) -> list[str]:
-    return options_of(heads, kv_heads, dim, page_size, RING=tile.ring, MERGED=tile.merged, SHARED_BYTES=tile.shared_bytes(dim))
+    return options_of(
+        heads, kv_heads, dim, page_size, RING=tile.ring, MERGED=tile.merged, SHARED_BYTES=tile.shared_bytes(dim)
+    )
 
 
 @functools.cache

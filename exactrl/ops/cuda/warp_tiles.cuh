@@ -24,15 +24,9 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Copies `bytes` of 16 (or 4), and zeros for the rest: 0 reads nothing. AROUND: bytes that the L2 gets around them.
-template <int AROUND = 0>
+// Copies `bytes` of 16 (or 4), and zeros for the rest: 0 reads nothing.
 __device__ __forceinline__ void copy_16(u32 into, const void* from, int bytes) {
-  if constexpr (AROUND == 256)
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(into), "l"(from), "r"(bytes) : "memory");
-  else if constexpr (AROUND == 128)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(into), "l"(from), "r"(bytes) : "memory");
-  else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(into), "l"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(into), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void copy_4(u32 into, const void* from, int bytes) {

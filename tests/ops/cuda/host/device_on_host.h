@@ -201,7 +201,6 @@ static void cluster_wait() {
   self->arrived = false;
 }
 
-template <int AROUND = 0>
 static void copy_16(u32 into, const void* from, int bytes) {
   if ((uintptr_t)from % 16) fail("a copy of 16 bytes that is not aligned");
   self->open.push_back({place(into, 16), (const char*)from, 16, bytes});
