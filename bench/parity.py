@@ -120,7 +120,7 @@ def rollouts(model: Qwen3, requests: list[Request], whole: int) -> Iterator[tupl
         ("7 at a time, chunks of 64", range(1, len(requests), 20), nothing,
          {"max_concurrent": 7, "chunk_tokens": 64, "kv_tokens": whole}),
         ("64 at a time, chunks of 512", some, nothing, {"max_concurrent": 64, "chunk_tokens": 512, "kv_tokens": whole}),
-        ("a third of the cache", every, nothing, {"kv_tokens": whole // 3, "chunk_tokens": 2048}),
+        ("a sixth of the cache", every, nothing, {"kv_tokens": whole // 6, "chunk_tokens": 2048}),
         ("NaN in all pages, shuffled", every, nan_filled,
          {"kv_tokens": whole, "block_order": "shuffled", "block_seed": 1, "prefix_cache": False}),
     ]  # fmt: skip
@@ -186,7 +186,7 @@ def measure(kind: str, config: ModelConfig, ops: Recording, requests: list[Reque
     for what, chosen, found in rollouts(model, requests, whole):
         tally = Tally()
         tally.trajectories(found.completions, [base.completions[i] for i in chosen], what)
-        if "third" in what:
+        if "sixth" in what:
             tally.require(found.preemptions > 0, "nothing was preempted")
         count = compare_digests(tally, found.digests, base.digests, subset=len(chosen) < len(requests))
         yield row(what, tally, count, preemptions=found.preemptions)

@@ -82,7 +82,7 @@ def test_B_09_cold_and_warm_prefill() -> None:
     engine, requests = Engine(model_of(ops_of()), kv_tokens=8192), requests_of([400], 16)
     cold = engine.generate(requests)
     warm = engine.generate(requests)
-    assert warm[0].num_cached > 0
+    assert warm[0].num_cached_tokens > 0
     engine.reset_cache()
     equal(warm, cold)
     equal(engine.generate(requests), cold)
