@@ -65,8 +65,8 @@ def compile_cubin(source: str, name: str, options: Sequence[str] = ()) -> tuple[
 
 def _writable(size: int) -> bytes:
     """A bytes object that NVRTC may write `size` bytes into. Never one byte long: Python has a single object for each
-    byte, so that the NUL of an empty log would replace every b" " of the process, and with it spaces in files and source
-    code."""
+    byte, so that the NUL of an empty log would replace every b" " of the process, and with it spaces in files and
+    source code."""
     return b" " * (size + 1)
 
 
