@@ -3,16 +3,19 @@
 `python -m bench.parity --shape 0.6B`: the ladder of `exactrl check`, then some hundred requests with contexts to 8k,
 decoded in batches of 1 to 256 beside prefill chunks, from pages that are few, shuffled or full of NaN, and scored by
 the trainer. Compared are tokens, their logprobs, and a digest of the log-probabilities of the whole vocabulary at every
-sampled position. Writes bench/results/parity-SHAPE-h200.json after each part.
+sampled position. Writes
+bench/results/parity-SHAPE-KINDS-h200.json after each part. Kernels must be certified for the shape (see --make-model).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +43,8 @@ SHAPES = {"tiny": (2, 128, 384, 4, 2), "0.6B": (28, 1024, 3072, 16, 8), "4B": (3
 # and a few likely tokens
 KINDS = {"flat": (0.02, 1.0), "peaked": (0.1, 8.0)}
 LENGTHS = (8000, 6000, 4097, 3000, 2048)  # prompts among the shorter ones
-NEW_TOKENS = (32, 128, 512)
+NEW_TOKENS = (64, 128, 192)
+KV_TOKENS = 98304  # holds 256 requests with room to spare; a third of it does not
 Place = tuple[int, int]  # noise key, position: which token a digest is of
 
 
@@ -57,6 +61,12 @@ class Recording(CudaOps):
             if self.digests.setdefault(place, digest) != digest:
                 self.changed.append(place)
         return tokens, logprobs
+
+
+def make_model_folder(folder: Path, shape: str) -> None:
+    """A config.json for `exactrl certify`; no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(shape).to_json()))
 
 
 def config_of(shape: str) -> ModelConfig:
@@ -97,7 +107,8 @@ def roll_out(model: Qwen3, requests: Sequence[Request], prepare: Callable[[Engin
     ops = model.ops
     assert isinstance(ops, Recording)
     ops.digests.clear()
-    engine = Engine(model, **{"max_concurrent": 256, "chunk_tokens": 8192, **limits})
+    gc.collect()  # the cache of the rollout before
+    engine = Engine(model, **{"max_concurrent": 256, "chunk_tokens": 8192, "kv_tokens": KV_TOKENS, **limits})
     prepare(engine)
     completions = engine.generate(requests)
     assert not ops.changed, f"another digest when drawn again: {ops.changed[:3]}"
@@ -112,18 +123,20 @@ def nan_filled(engine: Engine) -> None:
     engine.cache.fill(float("nan"))
 
 
-def rollouts(model: Qwen3, requests: list[Request], whole: int) -> Iterator[tuple[str, list[int], Rollout]]:
-    """(what is varied, which requests, what came out); `whole` KV tokens hold all requests at once."""
-    every, some, few = range(len(requests)), range(0, len(requests), 3), range(0, len(requests), 40)
+def rollouts(model: Qwen3, requests: list[Request]) -> Iterator[tuple[str, list[int], Rollout]]:
+    """(what is varied, which requests, what came out)."""
+
+    def each(n: int) -> range:
+        return range(0, len(requests), n)
+
     cases: list[tuple[str, range, Callable[[Engine], None], dict[str, Any]]] = [
-        ("1 at a time, chunks of 300", few, nothing, {"max_concurrent": 1, "chunk_tokens": 300, "kv_tokens": whole}),
-        ("7 at a time, chunks of 64", range(1, len(requests), 20), nothing,
-         {"max_concurrent": 7, "chunk_tokens": 64, "kv_tokens": whole}),
-        ("64 at a time, chunks of 512", some, nothing, {"max_concurrent": 64, "chunk_tokens": 512, "kv_tokens": whole}),
-        ("a sixth of the cache", every, nothing, {"kv_tokens": whole // 6, "chunk_tokens": 2048}),
-        ("NaN in all pages, shuffled", every, nan_filled,
-         {"kv_tokens": whole, "block_order": "shuffled", "block_seed": 1, "prefix_cache": False}),
-    ]  # fmt: skip
+        ("1 at a time, chunks of 300", each(100), nothing, {"max_concurrent": 1, "chunk_tokens": 300}),
+        ("7 at a time, chunks of 64", each(30), nothing, {"max_concurrent": 7, "chunk_tokens": 64}),
+        ("64 at a time, chunks of 512", each(3), nothing, {"max_concurrent": 64, "chunk_tokens": 512}),
+        ("128 at a time, no prefix cache", each(1), nothing, {"max_concurrent": 128, "prefix_cache": False}),
+        ("a third of the cache", each(1), nothing, {"kv_tokens": KV_TOKENS // 3, "chunk_tokens": 2048}),
+        ("NaN in all pages, shuffled", each(1), nan_filled, {"block_order": "shuffled", "block_seed": 1}),
+    ]
     for what, chosen, prepare, limits in cases:
         yield what, list(chosen), roll_out(model, [requests[i] for i in chosen], prepare, **limits)
 
@@ -172,8 +185,7 @@ def compare_digests(tally: Tally, ours: dict[Place, int], theirs: dict[Place, in
 
 def measure(kind: str, config: ModelConfig, ops: Recording, requests: list[Request]) -> Iterator[dict[str, Any]]:
     begin, model = time.perf_counter(), model_of(config, ops, kind, trainable=False)
-    whole = sum(-(-(len(r.token_ids) + r.params.max_new_tokens) // 64) * 64 for r in requests)
-    base = roll_out(model, requests, nothing, kv_tokens=whole)
+    base = roll_out(model, requests, nothing)
 
     def row(what: str, tally: Tally, digests: int, **more: Any) -> dict[str, Any]:
         nonlocal begin
@@ -183,10 +195,10 @@ def measure(kind: str, config: ModelConfig, ops: Recording, requests: list[Reque
             "first": tally.first or None, "problems": tally.problems, "seconds": round(seconds, 1), **more,
         }  # fmt: skip
 
-    for what, chosen, found in rollouts(model, requests, whole):
+    for what, chosen, found in rollouts(model, requests):
         tally = Tally()
         tally.trajectories(found.completions, [base.completions[i] for i in chosen], what)
-        if "sixth" in what:
+        if "third" in what:
             tally.require(found.preemptions > 0, "nothing was preempted")
         count = compare_digests(tally, found.digests, base.digests, subset=len(chosen) < len(requests))
         yield row(what, tally, count, preemptions=found.preemptions)
@@ -233,10 +245,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6B")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, nargs="+", default=list(NEW_TOKENS))
-    parser.add_argument("--no-ladder", action="store_true")
+    parser.add_argument("--part", choices=("requests", "ladder"), help="only this one")
+    parser.add_argument("--make-model", type=Path, help="only write a config.json of the shape into this folder")
     arguments = parser.parse_args()
+    if arguments.make_model:
+        make_model_folder(arguments.make_model, arguments.shape)
+        return
     config = config_of(arguments.shape)
     certified = make_ops("cuda", get_contract("exact-v1"), True, "bfloat16", config)
     assert isinstance(certified, CudaOps)
@@ -244,26 +260,27 @@ def main() -> None:
     requests = requests_of(config, arguments.requests, arguments.new_tokens)
     rows: list[dict[str, Any]] = []
     rungs: list[dict[str, Any]] = []
+    name = "-".join(["parity", arguments.shape, *arguments.kinds, *([arguments.part] if arguments.part else [])])
     for kind in arguments.kinds:
-        for row in measure(kind, config, ops, requests):
+        for row in measure(kind, config, ops, requests) if arguments.part != "ladder" else ():
             rows.append(row)
             print({k: v for k, v in row.items() if v}, flush=True)
-            save(arguments.shape, rows, rungs)
+            save(name, rows, rungs)
         gc.collect()
         torch.cuda.empty_cache()
-        if not arguments.no_ladder:
+        if arguments.part != "requests":
             rungs += run_ladder(kind, config, certified)
-            save(arguments.shape, rows, rungs)
+            save(name, rows, rungs)
 
 
-def save(shape: str, rows: list[dict[str, Any]], rungs: list[dict[str, Any]]) -> None:
+def save(name: str, rows: list[dict[str, Any]], rungs: list[dict[str, Any]]) -> None:
     summary = {
         "compared_tokens": sum(r["tokens"] for r in rows), "compared_digests": sum(r["digests"] for r in rows),
         "mismatched": sum(r["mismatched"] for r in rows), "problems": sum(len(r["problems"]) for r in rows),
         "rungs": {s: sum(r["status"] == s for r in rungs) for s in ("pass", "fail", "skip")},
         "rung_values": sum(r["compared"] for r in rungs),
     }  # fmt: skip
-    path = write_result(f"parity-{shape}", rows + rungs, {**summary, "certified": True}, "h200")
+    path = write_result(name, rows + rungs, {**summary, "certified": True}, "h200")
     print(path, summary, flush=True)
 
 
