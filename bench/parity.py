@@ -3,8 +3,8 @@
 `python -m bench.parity --shape 0.6B`: the ladder of `exactrl check`, then some hundred requests with contexts to 8k,
 decoded in batches of 1 to 256 beside prefill chunks, from pages that are few, shuffled or full of NaN, and scored by
 the trainer. Compared are tokens, their logprobs, and a digest of the log-probabilities of the whole vocabulary at every
-sampled position. Writes
-bench/results/parity-SHAPE-KINDS-h200.json after each part. Kernels must be certified for the shape (see --make-model).
+sampled position. Writes bench/results/parity-SHAPE-KINDS-h200.json after each part. Kernels must be certified for the
+shape (see --make-model).
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def rollouts(model: Qwen3, requests: list[Request]) -> Iterator[tuple[str, list[
         return range(0, len(requests), n)
 
     cases: list[tuple[str, range, Callable[[Engine], None], dict[str, Any]]] = [
-        ("1 at a time, chunks of 300", each(100), nothing, {"max_concurrent": 1, "chunk_tokens": 300}),
-        ("7 at a time, chunks of 64", each(30), nothing, {"max_concurrent": 7, "chunk_tokens": 64}),
+        ("1 at a time, chunks of 300", each(200), nothing, {"max_concurrent": 1, "chunk_tokens": 300}),
+        ("7 at a time, chunks of 64", each(40), nothing, {"max_concurrent": 7, "chunk_tokens": 64}),
         ("64 at a time, chunks of 512", each(3), nothing, {"max_concurrent": 64, "chunk_tokens": 512}),
         ("128 at a time, no prefix cache", each(1), nothing, {"max_concurrent": 128, "prefix_cache": False}),
         ("a third of the cache", each(1), nothing, {"kv_tokens": KV_TOKENS // 3, "chunk_tokens": 2048}),
@@ -245,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6B")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--requests", type=int, default=480)
     parser.add_argument("--new-tokens", type=int, nargs="+", default=list(NEW_TOKENS))
     parser.add_argument("--part", choices=("requests", "ladder"), help="only this one")
     parser.add_argument("--make-model", type=Path, help="only write a config.json of the shape into this folder")
