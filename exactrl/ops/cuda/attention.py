@@ -36,14 +36,13 @@ import torch
 
 from exactrl.contract import AttentionShape
 from exactrl.ops.cuda.attention_tiles import (
-    CLUSTER_SPLIT,
+    FEW_OR_MANY,
     IN_ORDER,
     SPLIT,
-    STREAM_SPLIT,
+    WARP_ROWS,
     WARP_SPLIT,
     AttentionTile,
     ClusterTile,
-    StreamTile,
     WarpTile,
 )
 
@@ -168,11 +167,11 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
     return _serves(shape) and (shape.dim <= 128 or tile.rows <= 64) and (whole_blocks or not tile.tma)
 
 
-def _cluster_serves(shape: AttentionShape, tile: ClusterTile) -> bool:
-    return _split_serves(shape, tile) and shape.dim // tile.blocks >= 16
+def _cluster_serves(shape: AttentionShape) -> bool:
+    return shape.dim >= 64 and _split_serves(shape, ClusterTile.of(shape.dim))
 
 
-def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile | StreamTile) -> bool:
+def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
     return (
         _serves(shape)
@@ -189,16 +188,16 @@ def _warp_split(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
     attend_splits(q, k, v, rows, out, lse, sequences, tile)
 
 
-def _cluster_split(q, k, v, rows, out, lse, sequences, tile: ClusterTile) -> None:
+def _cluster_split(q, k, v, rows, out, lse, sequences) -> None:
     from exactrl.ops.cuda.cluster_attention import attend_clusters
 
-    attend_clusters(q, k, v, rows, out, lse, sequences, tile)
+    attend_clusters(q, k, v, rows, out, lse, sequences, ClusterTile.of(q.shape[-1]))
 
 
-def _stream_split(q, k, v, rows, out, lse, sequences, tile: StreamTile) -> None:
-    from exactrl.ops.cuda.stream_attention import attend_stream
+def _few_or_many(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
+    from exactrl.ops.cuda.decode_attention import attend_few_or_many
 
-    attend_stream(q, k, v, rows, out, lse, sequences, tile)
+    attend_few_or_many(q, k, v, rows, out, lse, sequences, tile)
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:
@@ -221,9 +220,7 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
     return {implementation.name: implementation for implementation in found}
 
 
-def _split_of(
-    name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile | StreamTile
-) -> AttentionImplementation:
+def _split_of(name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile) -> AttentionImplementation:
     serves = partial(_split_serves, tile=tile)
     return AttentionImplementation(f"{name}:{tile}", "split", partial(attend, tile=tile), serves, tile.rows)
 
@@ -237,17 +234,8 @@ def _compiled() -> list[AttentionImplementation]:
     return [
         AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves),
         *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
-        *(_split_of("cuda-stream", _stream_split, tile) for tile in STREAM_SPLIT),
-        *(
-            AttentionImplementation(
-                f"cuda-cluster:{tile}",
-                "split",
-                partial(_cluster_split, tile=tile),
-                partial(_cluster_serves, tile=tile),
-                tile.rows,
-            )
-            for tile in CLUSTER_SPLIT
-        ),
+        AttentionImplementation("cuda-cluster", "split", _cluster_split, _cluster_serves, WARP_ROWS),
+        *(_split_of("cuda-decode-tma" if tile.tma else "cuda-decode", _few_or_many, tile) for tile in FEW_OR_MANY),
     ]
 
 

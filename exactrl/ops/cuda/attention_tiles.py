@@ -83,15 +83,23 @@ WARP_ROWS = 8
 WARP_SPLIT = tuple(
     WarpTile(keys, ring, ctas, tma)
     for keys, ring, ctas in ((16, 6, 2), (16, 4, 3), (32, 3, 2), (32, 3, 4), (16, 6, 1))
-    for tma in (False,)  # True is not offered before it has run on a device: a fault in its barriers would hang
+    for tma in (False, True)
 )
+FEW_OR_MANY = (WarpTile(16, 4, 3), WarpTile(32, 3, 2, True), WarpTile(16, 6, 1))
+"""For many splits; few go to clusters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterTile:
-    """The CUDA C++ kernel in which a cluster of `blocks` blocks takes a split."""
+    """The CUDA C++ kernel in which a cluster of `blocks` blocks takes a split, each with at least 16 columns of V: one
+    tile of the matrix unit."""
 
     blocks: int
+
+    @classmethod
+    def of(cls, dim: int) -> ClusterTile:
+        """With 128 KiB of K and V in each block: larger shares and smaller ones are slower from 128 splits on."""
+        return cls(dim // 64)
 
     @property
     def rows(self) -> int:
@@ -100,6 +108,10 @@ class ClusterTile:
     @property
     def ctas(self) -> int:
         return 1
+
+    @property
+    def least_dim(self) -> int:
+        return 64
 
     def __str__(self) -> str:
         return str(self.blocks)
@@ -111,44 +123,3 @@ class ClusterTile:
     def resident(self, dim: int) -> int:
         """Blocks that a multiprocessor shall hold at least."""
         return min(2, 228 * 1024 // (self.shared_bytes(dim) + 1024))
-
-
-CLUSTER_SPLIT = (ClusterTile(4),)
-"""A block has at least 16 columns of V: one tile of the matrix unit."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamTile:
-    """The CUDA C++ kernel with one block on each multiprocessor: `ring` blocks of 64 keys, K or V, in shared memory,
-    and `merged` splits of eight rows that are merged at once."""
-
-    ring: int
-    merged: int
-
-    @property
-    def rows(self) -> int:
-        return WARP_ROWS
-
-    @property
-    def ctas(self) -> int:
-        return 1
-
-    def __str__(self) -> str:
-        return f"{self.ring}x{self.merged}"
-
-    def shared_bytes(self, dim: int) -> int:
-        """Ring, partial results to merge, weights, a result and its sums, factors of merging, maxima and factors, queue
-        and barriers."""
-        merging = self.merged * 8 * (dim * 4 + 16)
-        return self.ring * 64 * dim * 2 + merging + 512 * 16 + 8 * (dim + 8) * 4 + 2 * 8 * 8 * 4 + 16 * self.ring + 400
-
-
-STREAM_SPLIT = (
-    StreamTile(4, 16),
-    StreamTile(5, 8),
-    StreamTile(5, 16),
-    StreamTile(6, 16),
-    StreamTile(8, 8),
-    StreamTile(12, 32),
-    StreamTile(5, 4),
-)

@@ -63,23 +63,3 @@ __device__ __forceinline__ void store_in_cluster(u32 address, float value) {
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// `bytes` (a multiple of 16) from global memory, by the copy engine.
-__device__ __forceinline__ void copy_bulk(u32 into, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(into), "l"(from),
-               "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
-// What this thread stored, or saw stored, comes before what it does next, for all of the GPU.
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-// What other threads stored in global memory becomes visible to the copy engine.
-__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
-// Barriers that were set up become visible to the copy engine.
-__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}

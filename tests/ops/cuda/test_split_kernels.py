@@ -1,5 +1,5 @@
-"""stream_attention.cu and cluster_attention.cu on the host: their text, compiled by g++ against a model of the GPU
-(host/device_on_host.h), must give the bits of the definition written down in numpy with the same matrix unit.
+"""cluster_attention.cu on the host: its text, compiled by g++ against a model of the GPU (host/device_on_host.h), must
+give the bits of the definition written down in numpy with the same matrix unit. And who takes few splits, who many.
 
 What only a GPU can show, the bits of its matrix unit and exp2, is in tests/gpu.
 """
@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from exactrl.ops.cuda import cluster_attention, listed_splits, stream_attention
+from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits
 from exactrl.ops.cuda.attention import AttentionRows
 from exactrl.ops.cuda.attention_host import scale_of
-from exactrl.ops.cuda.attention_tiles import ClusterTile, StreamTile
-from exactrl.ops.cuda.nvrtc import TensorMap, _address, _argument
+from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile
+from exactrl.ops.cuda.nvrtc import _address, _argument
 from tests.gpu.attention_inputs import Sequences, draw
 
 HOST = Path(__file__).parent / "host"
@@ -30,35 +30,13 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles th
 BLOCK, SPLIT = 64, 512
 
 
-class HostMap(ctypes.Structure):
-    """host/device_on_host.h: TensorMap."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("strides", ctypes.c_uint64 * 4),
-        ("extents", ctypes.c_uint64 * 4),
-        ("box", ctypes.c_uint32 * 4),
-    )
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self)
-
-
-def host_map(pages: torch.Tensor, rows: int) -> TensorMap:
-    count, page_size, kv_heads, dim = pages.shape
-    strides = (1, pages.stride(2), pages.stride(1), pages.stride(0))
-    quadruples = (tuple(strides), (dim, kv_heads, page_size, count), (64, 1, rows, 1))
-    return TensorMap(HostMap(pages.data_ptr(), *quadruples))
-
-
-def library(module: Any, options: list[str], folder: Path) -> ctypes.CDLL:
-    name = module.__name__.rsplit(".", 1)[1]
-    text = (listed_splits.FOLDER / f"{name}.cu").read_text()
+def library(options: list[str], folder: Path) -> ctypes.CDLL:
+    text = (listed_splits.FOLDER / "cluster_attention.cu").read_text()
     kernel, built = folder / "kernel.h", folder / "kernel.so"
     kernel.write_text("\n".join(line for line in text.splitlines() if "extern __shared__" not in line))
     includes = [f"-I{HOST}", f"-I{listed_splits.FOLDER}", f'-DKERNEL="{kernel}"']
     flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"]
-    command = ["g++", *flags, *includes, *options[1:], str(HOST / f"{name}.cpp"), "-o", str(built)]
+    command = ["g++", *flags, *includes, *options[1:], str(HOST / "cluster_attention.cpp"), "-o", str(built)]
     compiled = subprocess.run(command, check=False, capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
     found = ctypes.CDLL(str(built))
@@ -144,41 +122,31 @@ def expected(data: Sequences, counts: np.ndarray, definition: Definition) -> tup
 
 
 class OnHost:
-    """A kernel whose launches run on the host, `held` clusters or blocks at most."""
+    """attend_clusters, whose launches run on the host, `held` clusters at most."""
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile | StreamTile, shape: tuple, held: int
-    ):
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile, shape: tuple, held: int) -> None:
         self.patch, self.tile, self.held = patch, tile, held
-        self.module = stream_attention if isinstance(tile, StreamTile) else cluster_attention
-        self.library = library(self.module, self.module.source_options(*shape, tile), folder)
+        self.library = library(cluster_attention.source_options(*shape, tile), folder)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.library.list_on_host, 0))
-        patch.setattr(stream_attention, "page_map", host_map)
-        patch.setattr(stream_attention, "multiprocessors", lambda _: held)
 
     def __call__(self, seed: int, *arguments: Any) -> None:
         kernel = HostKernel(self.library.attend_on_host, seed)
-        streams = self.module is stream_attention
-        self.patch.setattr(self.module, "_kernel", lambda *_: kernel if streams else (kernel, self.held))
-        (self.module.attend_stream if streams else self.module.attend_clusters)(*arguments, self.tile)
+        self.patch.setattr(cluster_attention, "_kernel", lambda *_: (kernel, self.held))
+        cluster_attention.attend_clusters(*arguments, self.tile)
 
 
-# tile, heads, kv heads, head dim, page size, clusters or blocks at once, peak, rows
+# tile, heads, kv heads, head dim, page size, clusters at once, peak, rows
 CASES = [
     (ClusterTile(1), 4, 2, 64, 16, 1, 1.0, 1),
     (ClusterTile(2), 2, 1, 64, 64, 2, 4.0, 4),
     (ClusterTile(4), 5, 1, 64, 32, 3, 16.0, 1),
-    (ClusterTile(8), 2, 1, 128, 256, 99, 2.0, 2),
-    (StreamTile(2, 2), 4, 2, 64, 16, 1, 1.0, 1),
-    (StreamTile(5, 1), 2, 1, 128, 64, 3, 4.0, 4),
-    (StreamTile(12, 4), 5, 1, 64, 32, 99, 16.0, 1),
-    (StreamTile(3, 1), 2, 1, 256, 256, 2, 2.0, 2),
+    (ClusterTile(2), 2, 1, 128, 256, 99, 2.0, 2),
 ]
 LENGTHS = [1, 70, 512, 577, 1030]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{type(case[0]).__name__}-{case[0]}-{case[3]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tile, heads, kv_heads, dim, page_size, held, peak, most = case
     kernel = OnHost(monkeypatch, tmp_path, tile, (heads, kv_heads, dim, page_size), held)
@@ -196,14 +164,24 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
         assert torch.equal(lse, right_lse)
 
 
-@pytest.mark.parametrize("tile", [ClusterTile(1), StreamTile(4, 1)], ids=lambda tile: type(tile).__name__)
-def test_lengths_beyond_what_a_plan_has_room_for_give_nan(
-    tile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = OnHost(monkeypatch, tmp_path, tile, (2, 1, 64, 64), 4)
+def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = OnHost(monkeypatch, tmp_path, ClusterTile(1), (2, 1, 64, 64), 4)
     data = draw([513, 1025], 2, 1, 64, 64, 1.0, 0, "cpu")
     number, _ = data.last(np.ones(2, int), data.lengths, np.arange(2))
     rows = AttentionRows.build(np.ones(2), data.lengths, data.tables, "cpu", most_keys=np.array([512, 512]))
     out = torch.zeros(2, 2, 64, dtype=torch.bfloat16)
     kernel(0, data.q[number], data.k_pages, data.v_pages, rows, out, None, np.arange(2))
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize(("lengths", "taken"), [([512] * 66, "clusters"), ([512] * 65 + [513], "warps")])
+def test_more_splits_than_multiprocessors_go_to_warps(lengths, taken, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(decode_attention, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(decode_attention, "attend_clusters", lambda *a: calls.append(("clusters", a[-1])))
+    monkeypatch.setattr(decode_attention, "attend_splits", lambda *a: calls.append(("warps", a[-1])))
+    q, k, lengths = torch.zeros(67, 4, 128), torch.zeros(1, 64, 2, 128), np.array([*lengths, 9999])
+    rows = AttentionRows.build(np.ones(67), lengths, np.zeros((67, 200), np.int32), "cpu")
+    tile = FEW_OR_MANY[0]
+    decode_attention.attend_few_or_many(q, k, k, rows, q, None, np.arange(66), tile)  # the last is not asked for
+    assert calls == [(taken, ClusterTile(2) if taken == "clusters" else tile)]
