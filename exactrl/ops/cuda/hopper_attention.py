@@ -37,7 +37,7 @@ class _Arguments(ctypes.Structure):
     """`Arguments` of hopper_attention.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tables", "starts", "lengths", "items", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("tables", "starts", "lengths", "items", "counters", "out", "lse")),
         *((name, ctypes.c_int32) for name in ("table_width", "num_items", "kv_heads", "num_tokens", "split_blocks")),
         ("scale", ctypes.c_float),
     )
@@ -45,9 +45,14 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """int32 [N, 4] on the device: (sequence, kv head, first token within the batch's of the sequence, 0)."""
+    """On the device.
+
+    items       int32 [N, 4]: (sequence, kv head, first token within the batch's of the sequence, 0)
+    counters    int32 [2]: next item, blocks that found none; 0 between launches, of which no two may run at a time
+    """
 
     items: torch.Tensor
+    counters: torch.Tensor
 
     def refresh(self) -> None:
         """Nothing: the kernel reads lengths from the device; the order of items changes no bit."""
@@ -69,8 +74,9 @@ def attend(
     sequences: np.ndarray,
     *,
     kv_split: int = 512,
-    take_turns: bool = False,
+    take_turns: int = False,
     stages: int = STAGES,
+    extra: tuple[str, ...] = (),
 ) -> None:
     """As AttentionImplementation.attend. Inner strides of q, k and v are 1, others multiples of 8."""
     tokens, heads, dim = q.shape
@@ -78,13 +84,16 @@ def attend(
     group = heads // kv_heads
     assert out.is_contiguous(), out.stride()
     assert kv_split % BLOCK == 0, kv_split
-    kernel = _kernel(dim, group, page_size, stages, take_turns, torch.cuda.current_device())
+    assert kv_split >= CONSUMERS * ROWS, kv_split
+    assert out.data_ptr() % 16 == 0, "rows are stored 16 bytes at a time"
+    kernel = _kernel(dim, group, page_size, stages, take_turns, torch.cuda.current_device(), extra)
     plan = _plan(rows, sequences, kv_heads, group, dim)
     arguments = _Arguments(
         tables=None if rows.tables is None else rows.tables.data_ptr(),
         starts=rows.starts.data_ptr(),
         lengths=rows.lengths.data_ptr(),
         items=plan.items.data_ptr(),
+        counters=plan.counters.data_ptr(),
         out=out.data_ptr(),
         lse=None if lse is None else lse.data_ptr(),
         table_width=0 if rows.tables is None else rows.tables.stride(0),
@@ -110,8 +119,8 @@ def _keys(k: torch.Tensor, page_size: int) -> TensorMap:
 
 
 @functools.cache
-def _kernel(dim: int, group: int, page_size: int, stages: int, take_turns: bool, device: int) -> Kernel:
-    options = source_options(dim, group, page_size, stages, take_turns)
+def _kernel(dim: int, group: int, page_size: int, stages: int, take_turns: int, device: int, extra: tuple[str, ...]) -> Kernel:
+    options = [*source_options(dim, group, page_size, stages, take_turns), *extra]
     shared = 1024 + shared_bytes(dim, stages)
     return Kernel(source(), "attend", options, shared, label="hopper_attention")
 
@@ -120,7 +129,7 @@ def source() -> str:
     return (FOLDER / "hopper.cuh").read_text() + (FOLDER / "hopper_attention.cu").read_text()
 
 
-def source_options(dim: int, group: int, page_size: int, stages: int = STAGES, take_turns: bool = False) -> list[str]:
+def source_options(dim: int, group: int, page_size: int, stages: int = STAGES, take_turns: int = False) -> list[str]:
     values = {
         "DIM": dim, "GROUP": group, "PAGED": int(page_size > 0), "PAGE_SIZE": page_size or 1,
         "PAGE_BOX": min(BLOCK, page_size) if page_size else BLOCK, "STAGES": stages, "TAKE_TURNS": int(take_turns),
@@ -130,16 +139,18 @@ def source_options(dim: int, group: int, page_size: int, stages: int = STAGES, t
 
 
 def shared_bytes(dim: int, stages: int) -> int:
-    """Size of `Shared` in hopper_attention.cu: queries, keys and values, ones, merged splits, barriers."""
+    """Size of `Shared` in hopper_attention.cu: queries, keys and values, ones, merged splits, two items, barriers."""
     keys_and_values = stages * (2 * BLOCK * dim * 2 + BLOCK * 128)
-    return CONSUMERS * ROWS * dim * (2 + 4) + keys_and_values + 8 * (2 + 4 * stages)
+    return CONSUMERS * ROWS * dim * (2 + 4) + keys_and_values + 2 * 32 + 8 * (4 + 2 * CONSUMERS + 4 * stages)
 
 
 def _plan(rows: AttentionRows, sequences: np.ndarray, kv_heads: int, group: int, dim: int) -> _Items:
     key = ("hopper", kv_heads, group, sequences.tobytes())
     if key not in rows.plans:
         items = plan_items(rows.counts, rows.most_keys, sequences, kv_heads, group, dim)
-        rows.plans[key] = _Items(torch.from_numpy(items).to(rows.starts.device))
+        device = rows.starts.device
+        counters = torch.zeros(2, dtype=torch.int32, device=device)
+        rows.plans[key] = _Items(torch.from_numpy(items).to(device), counters)
     return rows.plans[key]
 
 
