@@ -11,6 +11,9 @@
 #ifndef DYNAMIC
 #define DYNAMIC 1
 #endif
+#ifndef LATE
+#define LATE 1
+#endif
 #ifndef SKIP
 #define SKIP 1
 #endif
@@ -148,8 +151,12 @@ struct Row {
 __device__ __forceinline__ void soften(
     float (&scores)[32], float scale, bool masked, const int (&visible)[2], int lane, bool fresh, Row (&rows)[2],
     float (&rescale)[2]) {
+  // Rounding keeps order, so that the maximum is that of the products, scaled. The others are scaled only when their
+  // exponentials are taken, which is what the time goes to.
+#if !LATE
 #pragma unroll
   for (int i = 0; i < 32; i++) scores[i] = __fmul_rn(scores[i], scale);
+#endif
   if (masked) {
 #pragma unroll
     for (int i = 0; i < 32; i++) {
@@ -169,6 +176,7 @@ __device__ __forceinline__ void soften(
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
     float before = fresh ? NONE : rows[half].max;
+    if (LATE) top = __fmul_rn(top, scale);
     top = fmaxf(before, top);
     float base = top == NONE ? 0.0f : top;
     rescale[half] = exp2_approx(__fsub_rn(before, base));
@@ -176,7 +184,7 @@ __device__ __forceinline__ void soften(
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       float& x = scores[i / 2 * 4 + 2 * half + i % 2];
-      x = exp2_approx(__fsub_rn(x, base));
+      x = exp2_approx(__fsub_rn(LATE ? __fmul_rn(x, scale) : x, base));
     }
   }
 }
