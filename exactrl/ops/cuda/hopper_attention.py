@@ -2,7 +2,8 @@
 
 Same bits as the reference in triton_attention.py, 0.8 to 0.9 of FlashAttention-3's speed where query heads share keys:
 copies by the bulk copy engine, three warpgroups that share the matrix unit, products of one block under the
-exponentials of the next. Definition: attention.py; kernel: hopper_attention.cu.
+exponentials of the next, items taken as multiprocessors become free. Definition: attention.py; kernel:
+hopper_attention.cu with attention_rows.cuh and hopper.cuh.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DIMS = (64, 128)
 BLOCK = 64  # keys
 ROWS = 64  # query rows of one warpgroup
 CONSUMERS = 3  # warpgroups that share an item
-STAGES = 2
+STAGES = {64: 4, 128: 2}  # blocks of keys, and of values, on their way or in use: what fits
 THREADS = 128 * (1 + CONSUMERS)
 L2_BYTES = 24 << 20  # keys and values that neighbouring items share should stay in the L2 with room to spare
 
@@ -74,9 +75,6 @@ def attend(
     sequences: np.ndarray,
     *,
     kv_split: int = 512,
-    take_turns: int = False,
-    stages: int = STAGES,
-    extra: tuple[str, ...] = (),
 ) -> None:
     """As AttentionImplementation.attend. Inner strides of q, k and v are 1, others multiples of 8."""
     tokens, heads, dim = q.shape
@@ -84,9 +82,9 @@ def attend(
     group = heads // kv_heads
     assert out.is_contiguous(), out.stride()
     assert kv_split % BLOCK == 0, kv_split
-    assert kv_split >= CONSUMERS * ROWS, kv_split
+    assert kv_split >= CONSUMERS * ROWS, "the kernel takes it that rows have seen a key of every split but the last"
     assert out.data_ptr() % 16 == 0, "rows are stored 16 bytes at a time"
-    kernel = _kernel(dim, group, page_size, stages, take_turns, torch.cuda.current_device(), extra)
+    kernel = _kernel(dim, group, page_size, torch.cuda.current_device())
     plan = _plan(rows, sequences, kv_heads, group, dim)
     arguments = _Arguments(
         tables=None if rows.tables is None else rows.tables.data_ptr(),
@@ -119,29 +117,29 @@ def _keys(k: torch.Tensor, page_size: int) -> TensorMap:
 
 
 @functools.cache
-def _kernel(dim: int, group: int, page_size: int, stages: int, take_turns: int, device: int, extra: tuple[str, ...]) -> Kernel:
-    options = [*source_options(dim, group, page_size, stages, take_turns), *extra]
-    shared = 1024 + shared_bytes(dim, stages)
-    return Kernel(source(), "attend", options, shared, label="hopper_attention")
+def _kernel(dim: int, group: int, page_size: int, device: int) -> Kernel:
+    options = source_options(dim, group, page_size)
+    return Kernel(source(), "attend", options, 1024 + shared_bytes(dim), label="hopper_attention")
 
 
 def source() -> str:
-    return (FOLDER / "hopper.cuh").read_text() + (FOLDER / "hopper_attention.cu").read_text()
+    return "".join((FOLDER / name).read_text() for name in ("hopper.cuh", "attention_rows.cuh", "hopper_attention.cu"))
 
 
-def source_options(dim: int, group: int, page_size: int, stages: int = STAGES, take_turns: int = False) -> list[str]:
+def source_options(dim: int, group: int, page_size: int) -> list[str]:
     values = {
         "DIM": dim, "GROUP": group, "PAGED": int(page_size > 0), "PAGE_SIZE": page_size or 1,
-        "PAGE_BOX": min(BLOCK, page_size) if page_size else BLOCK, "STAGES": stages, "TAKE_TURNS": int(take_turns),
-        "SHARED_BYTES": shared_bytes(dim, stages),
+        "PAGE_BOX": min(BLOCK, page_size) if page_size else BLOCK, "STAGES": STAGES[dim],
+        "SHARED_BYTES": shared_bytes(dim),
     }  # fmt: skip
     return ["--fmad=false", *(f"-D{name}={value}" for name, value in values.items())]
 
 
-def shared_bytes(dim: int, stages: int) -> int:
+def shared_bytes(dim: int) -> int:
     """Size of `Shared` in hopper_attention.cu: queries, keys and values, ones, merged splits, two items, barriers."""
-    keys_and_values = stages * (2 * BLOCK * dim * 2 + BLOCK * 128)
-    return CONSUMERS * ROWS * dim * (2 + 4) + keys_and_values + 2 * 32 + 8 * (4 + 2 * CONSUMERS + 4 * stages)
+    keys_and_values = STAGES[dim] * (2 * BLOCK * dim * 2 + BLOCK * 128)
+    barriers = 8 * (4 + 2 * CONSUMERS + 4 * STAGES[dim])
+    return CONSUMERS * ROWS * dim * (2 + 4) + keys_and_values + 2 * 32 + barriers
 
 
 def _plan(rows: AttentionRows, sequences: np.ndarray, kv_heads: int, group: int, dim: int) -> _Items:
