@@ -34,7 +34,7 @@ VALUES = {
     "zeros": lambda v: v * (torch.arange(v.shape[2], device=v.device) % 3 > 0),
     "denormals": lambda v: v * 2.0**-70 * torch.linspace(0, -60, len(v), device=v.device).exp2()[:, None, None],
     "negative denormals": lambda v: v.abs() * -(2.0**-126),
-    "near the largest": lambda v: v * 2.0**120,
+    "near the largest": lambda v: v * 2.0**110,
     "usual": lambda v: v,
 }
 
