@@ -20,6 +20,7 @@ from exactrl.errors import (
     ConfigError,
     DataError,
     EnvironmentProblem,
+    ExactRLError,
     ModelError,
     NonFiniteError,
     ParityError,
@@ -500,3 +501,19 @@ def test_own_stop_tokens_are_not_part_of_the_text(tmp_path):
     stopped = [r for r in rows if r["finish_reason"] == "stop"]
     assert stopped
     assert all(r["token_ids"][-1] == newline and not r["text"].endswith("\n") for r in stopped)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({}, "device cuda needs a GPU and this machine has none; use the device cpu"),
+        ({"model.dtype": "float32"}, "bfloat16 models, not float32"),
+        ({"contract.true_on_policy": "false"}, "only the exact kernels are built yet"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_device_that_cannot_be_used_is_named(tmp_path, settings, part) -> None:
+    config = load_recipe("tiny", [("run.device", "cuda"), ("run.out", str(tmp_path / "run")), *settings.items()])
+    with pytest.raises(ExactRLError, match=part):
+        launch.train(config)
+    assert not (tmp_path / "run").exists()

@@ -29,7 +29,7 @@ def gspo_loss(
     """
     counted, (logprobs, old_logprobs, advantages) = counted_only(token_weights, logprobs, old_logprobs, advantages)
     require_finite(logprobs, old_logprobs, advantages, advantages)  # names the token, which the mean would hide
-    sums = torch.zeros(num_sequences, dtype=torch.float64)
+    sums = torch.zeros(num_sequences, dtype=torch.float64, device=logprobs.device)
     lengths = sums.index_add(0, sequence_ids, counted.double()).clamp(min=1)
     means = sums.index_add(0, sequence_ids, (logprobs - old_logprobs).double()) / lengths
     log_ratio = means.to(logprobs.dtype).index_select(0, sequence_ids)  # its backward adds in one fixed order

@@ -30,6 +30,7 @@ def certify(
     k_leaves: Annotated[int, typer.Option(min=1, help="As contract.k_leaves of the run: 1, 2, 4 or 8.")] = 1,
     decode_rows: Annotated[int, typer.Option(min=1, help="Check every number of rows up to this one.")] = 256,
     max_rows: Annotated[int, typer.Option(min=1, help="Largest number of rows checked; more are sliced.")] = 16384,
+    again: Annotated[bool, typer.Option("--again", help="Check shapes anew that the certificate holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -52,7 +53,7 @@ def certify(
             for line in attention_lines(result):
                 screen.print(line, soft_wrap=True, markup=False)
 
-    done = launch.certify(model, k_leaves=k_leaves, rows=rows, on_linear=show, on_attention=show_attention)
+    done = launch.certify(model, k_leaves=k_leaves, rows=rows, again=again, on_linear=show, on_attention=show_attention)
     if as_json:
         found = {"linears": [r.to_json() for r in done.results], "attention": [r.to_json() for r in done.attention]}
         typer.echo(json.dumps({"path": str(done.path), **found}, indent=2))

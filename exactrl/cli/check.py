@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from exactrl.cli.options import (
+    Device,
     Dtype,
     Model,
     NoColor,
@@ -28,17 +28,12 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: exactrl check tiny --dtype float32 --json"
 
 
-class Device(StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 def check(
     ctx: typer.Context,
     model: Model,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
-    dtype: Annotated[Dtype | None, typer.Option(help="Storage type of the weights [both].")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Storage type of the weights [both; bfloat16 on a GPU].")] = None,
     allow_skip: Annotated[
         list[str] | None, typer.Option(help="Rung that may be skipped; can be repeated.", metavar="NAME")
     ] = None,
@@ -52,7 +47,8 @@ def check(
     no_color: NoColor = False,
 ) -> None:
     """Check bit for bit that rollout and trainer agree on a model. Exit code 3 if they do not."""
-    dtypes = [dtype.value] if dtype else [each.value for each in Dtype]
+    every = [Dtype.bfloat16] if device == Device.cuda else list(Dtype)  # the GPU contract has no float32 models
+    dtypes = [each.value for each in ([dtype] if dtype else every)]
     launch = late_import("exactrl.launch")
     table = _Table(ctx, as_json)
     results = launch.check(

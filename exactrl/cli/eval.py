@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from exactrl.cli.generate import Bar, finite
-from exactrl.cli.options import Dtype, Model, NoColor, Quiet, TrueOnPolicy, Verbose, late_import
+from exactrl.cli.options import Device, Dtype, Model, NoColor, Quiet, TrueOnPolicy, Verbose, late_import
 from exactrl.errors import UsageError
 
 EXAMPLE = "Example: exactrl eval tiny bundled:arithmetic/heldout.jsonl --reward arithmetic --samples 4 --temperature 1"
@@ -42,6 +42,7 @@ def evaluate(
     kv_tokens: Annotated[int, typer.Option(min=0, help="Size of the KV cache, in tokens; 0 = what fits.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Storage type of the weights.")] = Dtype.bfloat16,
     true_on_policy: TrueOnPolicy = True,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_color: NoColor = False,
@@ -66,7 +67,7 @@ def evaluate(
     with open_output(out) if out else nullcontext(lambda line: None) as write, Bar(ctx) as bar:
         summary, rows = launch.evaluate(
             model, settings.data, settings.reward, samples=samples, temperature=temperature, seed=seed, ks=k,
-            max_new_tokens=max_new_tokens, dtype=dtype.value, true_on_policy=true_on_policy,
+            max_new_tokens=max_new_tokens, dtype=dtype.value, true_on_policy=true_on_policy, device=device.value,
             max_concurrent=max_concurrent, kv_tokens=kv_tokens, on_progress=bar.show,
         )  # fmt: skip
         for row in rows:

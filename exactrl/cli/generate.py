@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from exactrl.cli.options import (
+    Device,
     Dtype,
     Model,
     NoColor,
@@ -49,6 +50,7 @@ def generate(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one engine step.")] = 2048,
     dtype: Annotated[Dtype, typer.Option(help="Storage type of the weights.")] = Dtype.bfloat16,
     true_on_policy: TrueOnPolicy = True,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_color: NoColor = False,
@@ -72,6 +74,7 @@ def generate(
             chunk_tokens=chunk_tokens,
             dtype=dtype.value,
             true_on_policy=true_on_policy,
+            device=device.value,
             on_progress=bar.show,
         ):
             write(row_line(row))

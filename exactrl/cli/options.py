@@ -75,6 +75,11 @@ TrueOnPolicy = Annotated[
 ]
 
 
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"

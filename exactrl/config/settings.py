@@ -320,6 +320,11 @@ class RunConfig(Section):
     checkpoint_every: Whole = Field(default=0, description="Steps between checkpoints; 0 = only at the end.")
     keep_checkpoints: Count = Field(default=3, description="Newest checkpoints kept.")
     audit_every: Whole = Field(default=10, description="Steps between audits that score every sample again; 0 = never.")
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu",
+        description='Where rollout and trainer run: "cpu", or "cuda" (one Hopper GPU whose kernels '
+        "`exactrl certify` has certified for the model; bfloat16 only).",
+    )
     out: Text = Field(default="runs/default", description="Run folder.")
     trackers: Annotated[
         tuple[Text, ...], _refuse(lambda names: not names, "no tracker is built yet; use [] and read metrics.jsonl")

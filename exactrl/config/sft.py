@@ -64,6 +64,11 @@ class SftRunConfig(Section):
     eval_every: Whole = Field(default=0, description="Updates between evaluations on `data.eval`; 0 = never.")
     checkpoint_every: Whole = Field(default=0, description="Updates between checkpoints; 0 = only at the end.")
     keep_checkpoints: Count = Field(default=3, description="Newest checkpoints kept.")
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu",
+        description='Where the trainer runs: "cpu", or "cuda" (one Hopper GPU whose kernels `exactrl certify` has '
+        "certified for the model; bfloat16 only).",
+    )
     out: Text = Field(default="runs/sft", description="Run folder.")
     seed: Seed = Field(default=0, description="Seed of data order.")
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from exactrl.engine.scheduler import Chunk
-from exactrl.ops.attention import Rows
+from exactrl.ops.interface import ModelOps
 from exactrl.ops.qkv import HeadShape
+from exactrl.ops.rows import row_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class Batch:
     """T tokens of S chunks, R of which are followed by a sampled token.
 
     ids, positions   int64 [T]
-    rows             attention's view of them
+    rows             attention's view of them (interface.BatchRows)
     sample_rows      int64 [R]  rows whose hidden state is sampled from
     sample_positions int64 [R]  position the sampled token will have
     temperatures     float32 [R]
@@ -27,33 +29,40 @@ class Batch:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    rows: Rows
+    rows: Any
     sample_rows: torch.Tensor
     sample_positions: torch.Tensor
     temperatures: torch.Tensor
     keys: np.ndarray
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], shape: HeadShape) -> Batch:
+    def build(cls, chunks: Sequence[Chunk], shape: HeadShape, ops: ModelOps) -> Batch:
+        """On the host, but for `rows`."""
         counts = np.fromiter((c.num_tokens for c in chunks), np.int64, len(chunks))
         first = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         ids: list[int] = []
         for c in chunks:
             ids += c.seq.token_ids[c.start : c.start + c.num_tokens]
-        positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
+        positions = row_positions(starts, first)
         sampling = [(i, c.seq) for i, c in enumerate(chunks) if c.samples]
         last = starts[1:][[i for i, _ in sampling]] - 1
         requests = [seq.request for _, seq in sampling]
         return cls(
             ids=torch.tensor(ids, dtype=torch.int64),
             positions=torch.from_numpy(positions),
-            rows=Rows.build(starts, first, _tables(chunks), shape),
+            rows=ops.rows(starts, first, _tables(chunks), shape),
             sample_rows=torch.from_numpy(last),
             sample_positions=torch.tensor([seq.num_tokens for _, seq in sampling], dtype=torch.int64),
             temperatures=torch.tensor([r.params.temperature for r in requests], dtype=torch.float32),
             keys=np.array([r.noise_key for r in requests], np.uint64),
         )
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        names = ("ids", "positions", "sample_rows", "sample_positions", "temperatures")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def _tables(chunks: Sequence[Chunk]) -> np.ndarray:

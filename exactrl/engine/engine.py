@@ -16,10 +16,9 @@ from exactrl.engine.batch import Batch
 from exactrl.engine.scheduler import Scheduler
 from exactrl.engine.sequence import Sequence as Generation
 from exactrl.errors import EnvironmentProblem, ModelError, NonFiniteError, RequestError
-from exactrl.model.attention_state import PagedState
+from exactrl.model.attention_state import paged_state
 from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, load_weights
-from exactrl.ops.attention import PAGE
 from exactrl.ops.cpu.jit import require_denormals
 from exactrl.types import Completion, EngineStats, Request
 
@@ -51,14 +50,16 @@ class Engine:
         see: Probe | None = None,
     ) -> None:
         """Raises ConfigError for a limit that allows nothing, EnvironmentProblem where denormals are flushed."""
-        require_denormals()
+        if model.ops.device.type == "cpu":
+            require_denormals()
+        page = model.ops.page_size
         self.model, self.weight_version = model, 0
         limit = max_model_tokens or model.config.max_positions
-        num_blocks = -(-kv_tokens // PAGE) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit)
-        _require_memory(num_blocks * _block_bytes(model), kv_tokens)
+        num_blocks = -(-kv_tokens // page) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit)
+        _require_memory(num_blocks * _block_bytes(model), kv_tokens, model.ops.device)
         self.allocator = BlockAllocator(
             num_blocks,
-            PAGE,
+            page,
             root_key=self._root(),
             enable_prefix_cache=prefix_cache,
             order=block_order,
@@ -67,7 +68,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.allocator, max_concurrent=max_concurrent, chunk_tokens=chunk_tokens, max_model_tokens=limit
         )
-        self.cache = PagedState(model.ops, model.config.num_layers, num_blocks, model.shape, model.dtype)
+        self.cache = paged_state(model.ops, model.config.num_layers, num_blocks, model.shape, model.dtype)
         self.see: Probe = see or unchanged
         self._weights_whole = True
 
@@ -110,7 +111,7 @@ class Engine:
     def step(self) -> list[Generation]:
         """Computes one batch and returns the sequences it finished."""
         chunks = self.scheduler.schedule()
-        batch = Batch.build(chunks, self.model.shape)
+        batch = Batch.build(chunks, self.model.shape, self.model.ops).to(self.model.ops.device)
         self.cache.rows = batch.rows
         if self.see is not unchanged:
             self.see("rows", batch.rows.owners(torch.tensor([c.seq.index for c in chunks])))
@@ -177,11 +178,12 @@ class Engine:
         )  # fmt: skip
 
 
-def _require_memory(size: int, kv_tokens: int) -> None:
-    """Raises EnvironmentProblem for a cache larger than the machine's memory, before any of it is set up."""
-    if size > (limit := 2 * _free_memory()):
+def _require_memory(size: int, kv_tokens: int, device: torch.device) -> None:
+    """Raises EnvironmentProblem for a cache larger than the device's memory, before any of it is set up."""
+    free = _free_memory(device)
+    if size > (limit := free if device.type == "cuda" else 2 * free):
         raise EnvironmentProblem(
-            f"a KV cache of {kv_tokens} tokens takes {size / 2**30:,.1f} GiB, this machine has about "
+            f"a KV cache of {kv_tokens} tokens takes {size / 2**30:,.1f} GiB, this {_where(device)} has about "
             f"{limit / 2**30:,.0f} GiB; lower rollout.kv_tokens (--kv-tokens), or 0 for what fits"
         )
 
@@ -190,16 +192,22 @@ def _block_bytes(model: Qwen3) -> int:
     """Memory of one block of the KV cache over all layers."""
     c = model.config
     dim = c.head_dim + -(-c.head_dim // 16) * 16
-    return PAGE * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
+    return model.ops.page_size * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
 
 
 def _blocks_that_fit(model: Qwen3, wanted_tokens: int) -> int:
-    fitting = int(_free_memory() * KV_SHARE_OF_MEMORY) // _block_bytes(model)
-    return max(1, min(-(-wanted_tokens // PAGE), fitting))
+    fitting = int(_free_memory(model.ops.device) * KV_SHARE_OF_MEMORY) // _block_bytes(model)
+    return max(1, min(-(-wanted_tokens // model.ops.page_size), fitting))
 
 
-def _free_memory() -> int:
+def _where(device: torch.device) -> str:
+    return "GPU" if device.type == "cuda" else "machine"
+
+
+def _free_memory(device: torch.device) -> int:
     """Bytes: what is available, or half of what the machine has where the system does not say (macOS, Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):

@@ -17,10 +17,11 @@ from exactrl.config.settings import DataConfig, OptimizerConfig
 from exactrl.contract import Contract, get_contract
 from exactrl.engine.engine import Engine as NativeEngine
 from exactrl.errors import ConfigError, ModelError
-from exactrl.model.config import find_model
+from exactrl.launch.device import make_ops
+from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model
 from exactrl.model.qwen3 import Qwen3
-from exactrl.ops import Ops
+from exactrl.ops.interface import ModelOps
 from exactrl.rl import loop
 from exactrl.rl.collect import Collecting
 from exactrl.rl.shaping import Shaping
@@ -45,6 +46,12 @@ def contract_of(config: Config | SftConfig) -> Contract:
     c = config.contract
     residual = "float32" if config.model.dtype == "float32" else c.residual_dtype
     return get_contract(c.name, k_leaves=c.k_leaves, residual_dtype=residual)
+
+
+def ops_of(config: Config | SftConfig, folder: Path) -> ModelOps:
+    """Raises as make_ops."""
+    exact = config.contract.true_on_policy
+    return make_ops(config.run.device, contract_of(config), exact, config.model.dtype, read_config(folder))
 
 
 def require_tokenizer(folder: Path, what: str = "training") -> Tokenizer:
@@ -120,13 +127,13 @@ def check_command(config: Config) -> str:
     c = config.contract
     extra = f" --k-leaves {c.k_leaves}" if c.k_leaves != 1 else ""
     extra += f" --residual-dtype {c.residual_dtype}" if c.residual_dtype != "bfloat16" else ""
+    extra += f" --device {config.run.device}" if config.run.device != "cpu" else ""
     return f"exactrl check {config.model.path} --dtype {config.model.dtype}{extra}"
 
 
 def build_engine(config: Config, folder: Path) -> NativeEngine:
     r = config.rollout
-    ops = Ops(contract_of(config), config.contract.true_on_policy)
-    model = load_model(folder, ops, DTYPES[config.model.dtype], trainable=False)
+    model = load_model(folder, ops_of(config, folder), DTYPES[config.model.dtype], trainable=False)
     return NativeEngine(
         model, max_concurrent=r.max_concurrent, kv_tokens=r.kv_tokens, chunk_tokens=r.chunk_tokens,
         max_model_tokens=min(model.config.max_positions, config.data.max_prompt_tokens + r.max_new_tokens),
@@ -135,8 +142,7 @@ def build_engine(config: Config, folder: Path) -> NativeEngine:
 
 def build_trainer(config: Config, folder: Path) -> Trainer:
     t = config.train
-    ops = Ops(contract_of(config), config.contract.true_on_policy)
-    model = load_model(folder, ops, DTYPES[config.model.dtype], trainable=True)
+    model = load_model(folder, ops_of(config, folder), DTYPES[config.model.dtype], trainable=True)
     return Trainer(
         model, get_algorithm(t.algorithm, t.dual_clip), minibatches=t.minibatches,
         loss_aggregation=aggregation_of(t.algorithm, t.loss_aggregation), clip_low=t.clip_low, clip_high=t.clip_high,

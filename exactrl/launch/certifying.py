@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from exactrl.contract import AttentionShape, LinearShape
-from exactrl.errors import CertificationError, ConfigError, EnvironmentProblem, UsageError
+from exactrl.contract import AttentionShape, LinearShape, certificate_path, read_certificate
+from exactrl.errors import CertificationError, ConfigError, UsageError
+from exactrl.launch.device import require_gpu
 from exactrl.model.config import find_model, read_config
-from exactrl.ops.cuda import determinism
 from exactrl.ops.cuda.machine import machine
 from exactrl.parity.attention_timing import attention_times
 from exactrl.parity.certificate import (
@@ -28,6 +26,10 @@ from exactrl.parity.gpu_timing import linear_times
 from exactrl.parity.warm_up import compile_all, compile_attention
 
 LEAVES = (1, 2, 4, 8)
+INSTEAD = (
+    "the CPU kernels need no certificate: they are written out operation by operation, and `exactrl check MODEL` "
+    "compares their bits"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +44,24 @@ def certify(
     *,
     k_leaves: int = 1,
     rows: Rows | None = None,
+    again: bool = False,
     on_linear: Callable[[LinearResult], None] = lambda result: None,
     on_attention: Callable[[AttentionResult], None] = lambda result: None,
 ) -> Certification:
     """Certifies every linear and the attention of `model`, or of the newest certificate of this device when None, and
-    writes the file.
+    writes the file. What this machine's certificate holds already, for as many rows, is left alone unless `again`.
 
     Raises EnvironmentProblem without a GPU or Triton, CertificationError when the reference itself is not invariant.
     """
-    require_gpu()
+    require_gpu("certify", INSTEAD)
     shapes, attends = shapes_of(model, k_leaves), attention_shapes_of(model)
     from exactrl.ops.cuda.matmul import implementations
 
-    rows, available, results = rows or Rows(), implementations(), []
+    rows, available, results, path = rows or Rows(), implementations(), [], certificate_path(machine())
+    if path.exists() and not again:
+        held = read_certificate(machine())
+        shapes = [s for s in shapes if s not in held.linears or held.max_rows(s) < rows.most]
+        attends = [s for s in attends if s not in held.attention]
     compile_all(shapes, rows.checked())
     for shape in shapes:
         results.append(certify_linear(shape, available, rows, linear_times))
@@ -113,22 +120,3 @@ def shapes_of(model: str | None, k_leaves: int) -> Sequence[LinearShape]:
         if shape.k % shape.leaves:
             raise ConfigError(f"--k-leaves {k_leaves} does not divide the {shape.k} inputs of {shape}")
     return shapes
-
-
-def require_gpu() -> None:
-    """Makes the GPU deterministic. Raises EnvironmentProblem without a GPU that has a bit reference, or Triton."""
-    if not torch.cuda.is_available():
-        raise EnvironmentProblem(
-            "certify needs a GPU and this machine has none. The CPU kernels need no certificate: they are written out "
-            "operation by operation, and `exactrl check MODEL` compares their bits"
-        )
-    determinism.apply()  # before CUDA is used
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9:
-        raise EnvironmentProblem(
-            f"certify knows the device class sm90 (H100, H200), not {torch.cuda.get_device_name()} (sm{major}{minor})"
-        )
-    try:
-        import triton  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise EnvironmentProblem("the reference kernels need the package 'triton'; pip install triton") from error

@@ -9,12 +9,11 @@ from typing import Any
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.contract import CONTRACTS, Contract, get_contract
 from exactrl.engine.engine import Engine as NativeEngine
-from exactrl.errors import EnvironmentProblem
 from exactrl.launch.build import DTYPES
-from exactrl.model.config import find_model
+from exactrl.launch.device import make_ops
+from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model
 from exactrl.model.qwen3 import Qwen3
-from exactrl.ops import Ops
 from exactrl.ops.cpu.jit import require_denormals
 from exactrl.parity import check as ladder
 from exactrl.parity.subject import Subject
@@ -35,22 +34,26 @@ def check(
 ) -> list[ladder.RungResult]:
     """The parity ladder on a model folder or bundled name; `on_rung` is called after each rung.
 
-    Raises EnvironmentProblem for a device that this version has no kernels for.
+    Raises as make_ops for a device that cannot be used.
     """
-    if device != "cpu":
-        raise EnvironmentProblem(f"no kernels for device {device!r} yet; use --device cpu")
-    require_denormals()
+    if device == "cpu":
+        require_denormals()
     folder = find_model(model)
     contract = get_contract("exact-v1", k_leaves=k_leaves, residual_dtype=residual_dtype)
-    subjects = [subject_of(folder, d, true_on_policy, seed, contract) for d in dtypes]
+    subjects = [subject_of(folder, d, true_on_policy, seed, contract, device) for d in dtypes]
     return ladder.check(subjects, rungs, on_rung)
 
 
 def subject_of(
-    folder: Path, dtype: str, true_on_policy: bool, seed: int, contract: Contract = CONTRACTS["exact-v1"]
+    folder: Path,
+    dtype: str,
+    true_on_policy: bool,
+    seed: int,
+    contract: Contract = CONTRACTS["exact-v1"],
+    device: str = "cpu",
 ) -> Subject:
     """A model folder in one dtype under one contract, as the ladder wants it."""
-    ops = Ops(contract, true_on_policy)
+    ops = make_ops(device, contract, true_on_policy, dtype, read_config(folder))
 
     def load(trainable: bool) -> Qwen3:
         return load_model(folder, ops, DTYPES[dtype], trainable=trainable)

@@ -12,6 +12,12 @@ from exactrl.model.qwen3 import require_leaves_divide
 from exactrl.rl.environment import environment
 
 
+def _kernels(device: str, exact: bool) -> str:
+    if device == "cuda":
+        return "exact-v1 kernel, linears and attention as certified on this machine"
+    return "exact-v1 numba kernel" if exact else "plain torch"
+
+
 def plan(config: Config) -> dict[str, Any]:
     """What the one switch derives from a recipe; JSON-ready. Reads the model's config.json, loads no weights."""
     contract, exact = contract_of(config), config.contract.true_on_policy
@@ -26,8 +32,8 @@ def plan(config: Config) -> dict[str, Any]:
             "residual_dtype": contract.residual_dtype,
             "kv_split": contract.kv_split, "kv_block": contract.kv_block, "vocab_block": contract.vocab_block,
         },
-        "device": "cpu",
-        "kernels": {op: "exact-v1 numba kernel" if exact else "plain torch" for op in ops},
+        "device": config.run.device,
+        "kernels": dict.fromkeys(ops, _kernels(config.run.device, exact)),
         "rollout": {"backend": config.rollout.backend, "model_dtype": config.model.dtype, "logprobs": "while decoding"},
         "train": {
             "backend": config.train.backend, "master_dtype": "float32", "compute_dtype": config.model.dtype,

@@ -10,10 +10,10 @@ from exactrl.config.settings import DataConfig, RewardConfig
 from exactrl.contract import get_contract
 from exactrl.engine.engine import Engine
 from exactrl.launch.build import DTYPES, prompt_keys, require_tokenizer
+from exactrl.launch.device import make_ops
 from exactrl.launch.events import Progress
-from exactrl.model.config import find_model
+from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model
-from exactrl.ops import Ops
 from exactrl.rl.evaluation import score
 from exactrl.rl.rollout import Draw, assign_rewards, rollout
 from exactrl.rl.run_folder import sample_row
@@ -36,6 +36,7 @@ def evaluate(
     ks: Sequence[int] | None,
     dtype: str,
     true_on_policy: bool,
+    device: str = "cpu",
     max_concurrent: int,
     kv_tokens: int,
     on_progress: Progress,
@@ -51,7 +52,8 @@ def evaluate(
     loaded = load_prompts(data.train, tokenizer, **{**prompt_keys(data, folder), "dedupe": True})
     prompts = list(loaded.prompts)
     task = DataTask(prompts, {}, tokenizer, resolve_reward(reward.name, reward.timeout_s, reward.key))
-    weights = load_model(folder, Ops(get_contract("exact-v1"), true_on_policy), DTYPES[dtype], trainable=False)
+    ops = make_ops(device, get_contract("exact-v1"), true_on_policy, dtype, read_config(folder))
+    weights = load_model(folder, ops, DTYPES[dtype], trainable=False)
     engine = Engine(weights, max_concurrent=max_concurrent, kv_tokens=kv_tokens)
     params = SamplingParams(max_new_tokens, temperature, tokenizer.eos_ids)
     longest = task.longest_prompt()

@@ -9,10 +9,10 @@ from exactrl.contract import get_contract, noise_key
 from exactrl.engine.engine import Engine as NativeEngine
 from exactrl.errors import ConfigError, ModelError
 from exactrl.launch.build import DTYPES
+from exactrl.launch.device import make_ops
 from exactrl.launch.events import Progress
-from exactrl.model.config import find_model
+from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model
-from exactrl.ops import Ops
 from exactrl.tasks.tokenizer import eos_ids, load_tokenizer
 from exactrl.types import Completion, Request, SamplingParams
 
@@ -26,10 +26,13 @@ class Engine(NativeEngine):
     Without stop_token_ids the model's own end tokens are used. See engine.engine.Engine for the other arguments.
     """
 
-    def __init__(self, model: str, *, dtype: str = "bfloat16", true_on_policy: bool = True, **limits: Any) -> None:
+    def __init__(
+        self, model: str, *, dtype: str = "bfloat16", true_on_policy: bool = True, device: str = "cpu", **limits: Any
+    ) -> None:
+        """Raises as make_ops for a device that cannot be used."""
         folder = find_model(model)
         self.tokenizer, self.eos_ids = load_tokenizer(folder), eos_ids(folder)
-        ops = Ops(get_contract("exact-v1"), true_on_policy)
+        ops = make_ops(device, get_contract("exact-v1"), true_on_policy, dtype, read_config(folder))
         super().__init__(load_model(folder, ops, DTYPES[dtype], trainable=False), **limits)
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -76,13 +79,14 @@ def generate(
     chunk_tokens: int,
     dtype: str,
     true_on_policy: bool,
+    device: str = "cpu",
     on_progress: Progress,
 ) -> list[dict[str, Any]]:
     """Rows of `exactrl generate`, prompt-major: id, sample, token_ids, text (None without tokenizer), logprobs
     (float32 array), finish_reason. max_concurrent, kv_tokens and chunk_tokens change no bit."""
     engine = Engine(
-        model, dtype=dtype, true_on_policy=true_on_policy, max_concurrent=max_concurrent, kv_tokens=kv_tokens,
-        chunk_tokens=chunk_tokens,
+        model, dtype=dtype, true_on_policy=true_on_policy, device=device, max_concurrent=max_concurrent,
+        kv_tokens=kv_tokens, chunk_tokens=chunk_tokens,
     )  # fmt: skip
     params = SamplingParams(max_new_tokens, temperature, engine.eos_ids)
     order = [(name, i, engine.encode(prompt)) for name, prompt in prompts for i in range(samples)]

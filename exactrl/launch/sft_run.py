@@ -11,14 +11,13 @@ from exactrl.algo.sft import SFT
 from exactrl.config import SftConfig, to_toml
 from exactrl.config.sft import warmup_ends
 from exactrl.errors import ConfigError, DataError
-from exactrl.launch.build import DTYPES, contract_of, few_threads, optimizer_settings, require_tokenizer
+from exactrl.launch.build import DTYPES, few_threads, ops_of, optimizer_settings, require_tokenizer
 from exactrl.launch.continuing import Keeper, find_checkpoint, run_identity, take_up
 from exactrl.launch.events import Events, Silent
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model
 from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import initial_weights, load_weights
-from exactrl.ops import Ops
 from exactrl.ops.cpu.jit import require_denormals
 from exactrl.rl import sft as loop
 from exactrl.rl.environment import environment
@@ -98,7 +97,7 @@ def load_rows(config: SftConfig, folder: Path) -> dict[str, LoadedExamples]:
 
 
 def build_model(config: SftConfig, folder: Path) -> Qwen3:
-    ops = Ops(contract_of(config), config.contract.true_on_policy)
+    ops = ops_of(config, folder)
     dtype = DTYPES[config.model.dtype]
     if config.model.init == "folder":
         return load_model(folder, ops, dtype, trainable=True)

@@ -18,7 +18,7 @@ from exactrl.errors import EnvironmentProblem, ModelError
 from exactrl.model.config import ModelConfig, read_config
 from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import load_weights, named_masters, named_weights
-from exactrl.ops import Ops
+from exactrl.ops.interface import ModelOps
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -29,7 +29,7 @@ COMPANIONS = (
 )  # fmt: skip
 
 
-def load_model(folder: Path, ops: Ops, dtype: torch.dtype, *, trainable: bool) -> Qwen3:
+def load_model(folder: Path, ops: ModelOps, dtype: torch.dtype, *, trainable: bool) -> Qwen3:
     """The model of a folder with all weights assigned. Raises ModelError."""
     model = Qwen3(read_config(folder), ops, dtype, trainable=trainable)
     load_weights(model, read_tensors(folder), str(folder))
@@ -130,7 +130,9 @@ def write_folder(
         if size and size + n > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.detach().clone()  # slices of fused weights share memory, which the format refuses
+        shards[-1][name] = tensor.detach().to(
+            "cpu", copy=True
+        )  # slices of fused weights share memory, which the format refuses
         size += n
     raw = {**config.to_json(), "torch_dtype": dtype}
     if "dtype" in raw:  # the newer spelling of torch_dtype

@@ -14,7 +14,7 @@ from torch import nn
 from exactrl.errors import ConfigError
 from exactrl.model.attention_state import AttentionState
 from exactrl.model.config import ModelConfig
-from exactrl.ops import Ops
+from exactrl.ops.interface import ModelOps
 from exactrl.ops.qkv import HeadShape, RopeTable
 from exactrl.ops.weight import Weight
 
@@ -54,7 +54,7 @@ class Qwen3(nn.Module):
     `layers` is a plain typed list; `registered_layers` makes them known to torch.
     """
 
-    def __init__(self, config: ModelConfig, ops: Ops, dtype: torch.dtype, *, trainable: bool) -> None:
+    def __init__(self, config: ModelConfig, ops: ModelOps, dtype: torch.dtype, *, trainable: bool) -> None:
         """Raises ConfigError when k_leaves does not divide the inputs of o_proj and down_proj."""
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
@@ -65,29 +65,30 @@ class Qwen3(nn.Module):
         self.residual_dtype = torch.float32 if wide else torch.bfloat16
 
         def matrix(*shape: int, gathered: bool = False) -> Weight:
-            return Weight(shape, dtype, trainable=trainable, packed=ops.exact, gathered=gathered)
+            return Weight(shape, dtype, trainable=trainable, packed=ops.packs, gathered=gathered, device=ops.device)
 
         def vector(size: int) -> Weight:
-            return Weight((size,), dtype, trainable=trainable, packed=False)
+            return Weight((size,), dtype, trainable=trainable, packed=False, device=ops.device)
 
         tied = config.tie_word_embeddings
         self.embed = Weight(
             (config.vocab_size, config.hidden_size),
             dtype,
             trainable=trainable,
-            packed=ops.exact and tied,
+            packed=ops.packs and tied,
             gathered=True,
+            device=ops.device,
         )
         self.layers = [Layer(config, matrix, vector) for _ in range(config.num_layers)]
         self.registered_layers = nn.ModuleList(self.layers)
         self.norm = vector(config.hidden_size)
         self.head = self.embed if tied else matrix(config.vocab_size, config.hidden_size)
-        self.rope = RopeTable.build(config.rope_theta, config.head_dim, 0)
+        self.rope = RopeTable.build(config.rope_theta, config.head_dim, 0).to(ops.device)
 
     def reserve_positions(self, count: int) -> None:
         """Extends the rotary table to `count` positions. A longer table has the same bits where both exist."""
         if count > self.rope.cos.shape[0]:
-            self.rope = RopeTable.build(self.config.rope_theta, self.config.head_dim, count)
+            self.rope = RopeTable.build(self.config.rope_theta, self.config.head_dim, count).to(self.ops.device)
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, state: AttentionState, see: Probe = unchanged
@@ -105,8 +106,12 @@ class Qwen3(nn.Module):
         for i, layer in enumerate(self.layers):
             y = see(f"layers.{i}.input_norm", y)
             qkv = see(f"layers.{i}.qkv_proj", ops.linear(y, layer.qkv))
-            q, k, v = ops.qkv(qkv, layer.q_norm, layer.k_norm, self.rope, positions, self.shape, eps)
-            q, k, v = see(f"layers.{i}.q", q), see(f"layers.{i}.k", k), see(f"layers.{i}.v", v)
+            q, k, v = state.qkv(
+                i, qkv, layer.q_norm, layer.k_norm, self.rope, positions, self.shape, eps, see is not unchanged
+            )
+            q = see(f"layers.{i}.q", q)
+            if k is not None and v is not None:
+                k, v = see(f"layers.{i}.k", k), see(f"layers.{i}.v", v)
             a = see(f"layers.{i}.attention", state.attend(i, q, k, v)).flatten(1)
             o = see(f"layers.{i}.o_proj", ops.linear(a, layer.o, self.leaves))
             h, y = ops.add_rms_norm(h, o, layer.post_norm, eps)

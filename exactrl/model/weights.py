@@ -12,6 +12,7 @@ from exactrl.errors import ModelError
 from exactrl.model.config import ModelConfig
 from exactrl.model.qwen3 import Qwen3
 from exactrl.ops import Ops
+from exactrl.ops.checksum import checksum
 from exactrl.ops.cpu.jit import flat
 from exactrl.ops.weight import Weight
 
@@ -120,12 +121,12 @@ def compute_digest(model: Qwen3) -> str:
 
 
 def digest_of(items: Iterable[tuple[str, list[torch.Tensor]]]) -> str:
-    """Digest of named tensors: names, dtypes, shapes and bytes, in order."""
+    """Digest of named tensors: names, dtypes, shapes and bytes, in order. Of bytes on a GPU a checksum made there."""
     h = hashlib.blake2b(digest_size=16)
     for name, tensors in items:
         for tensor in tensors:
             h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            h.update(flat(tensor.contiguous()).data)
+            h.update(checksum(tensor) if tensor.is_cuda else flat(tensor.contiguous()).data)
     return h.hexdigest()
 
 
@@ -145,16 +146,22 @@ def _shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def random_weights(
-    config: ModelConfig, seed: int, scale: float = 1.0, peak: float = 1.0
+    config: ModelConfig,
+    seed: int,
+    scale: float = 1.0,
+    peak: float = 1.0,
+    embed: float = 1.0,
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Random fp32 weights for tests of the numerics: matrices N(0, scale² / K), norms around 1.
 
-    `peak` multiplies the QK-norm weights: attention gets the sharper the larger it is.
+    `peak` multiplies the QK-norm weights: attention gets the sharper the larger it is. `embed` is the standard
+    deviation of the embedding, which may be the head, too. Each device has numbers of its own.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, shape in _shapes(config):
-        x = torch.randn(shape, generator=generator)
+        x = torch.randn(shape, generator=generator, device=device)
         if len(shape) == 1:
             yield name, (1 + 0.2 * x) * (peak if "q_norm" in name or "k_norm" in name else 1.0)
         else:
-            yield name, x * (1.0 if "embed" in name else scale / shape[1] ** 0.5)
+            yield name, x * (embed if "embed" in name else scale / shape[1] ** 0.5)

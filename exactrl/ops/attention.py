@@ -16,6 +16,7 @@ from exactrl.contract import Contract
 from exactrl.ops.cpu import attention as kernels
 from exactrl.ops.cpu import attention_backward, jit
 from exactrl.ops.qkv import HeadShape
+from exactrl.ops.rows import consecutive_pages, row_owners, row_slots
 
 PAGE = kernels.PAGE
 
@@ -49,19 +50,20 @@ class Rows:
         """starts int64 [S + 1], first int64 [S], tables int32 [S, P]."""
         counts = np.diff(starts)
         if slots is None:
-            sequence = np.repeat(np.arange(len(counts)), counts)
-            position = np.arange(starts[-1]) - starts[:-1][sequence] + first[sequence]
-            slots = tables[sequence, position // PAGE].astype(np.int64) * PAGE + position % PAGE
+            slots = row_slots(starts, first, tables, PAGE)
         tiles = _tiles(starts, first, counts, max(1, kernels.TILE_ROWS // (shape.heads // shape.kv_heads)))
         arrays = (slots, tables, starts, first, tiles)
         return cls(*(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays))
 
+    @classmethod
+    def packed(cls, lengths: np.ndarray, shape: HeadShape) -> Rows:
+        """Whole sequences of `lengths` int64 [S] tokens, each from position 0, in pages one after the other."""
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        return cls.build(starts, np.zeros(len(lengths), np.int64), consecutive_pages(lengths, PAGE), shape)
+
     def owners(self, sequences: torch.Tensor) -> torch.Tensor:
         """int64 [T, 2]: (sequence, position) of every row; `sequences` int64 [S] are their numbers."""
-        starts, first = self.starts.numpy(), self.first.numpy()
-        counts = np.diff(starts)
-        position = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
-        return torch.from_numpy(np.stack([np.repeat(sequences.numpy(), counts), position], 1))
+        return torch.from_numpy(row_owners(self.starts.numpy(), self.first.numpy(), sequences.numpy()))
 
 
 def _tiles(starts: np.ndarray, first: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:

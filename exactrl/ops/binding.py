@@ -12,17 +12,28 @@ import torch
 
 from exactrl.contract import Contract
 from exactrl.errors import ConfigError
-from exactrl.ops import embedding, head, linear, norm, qkv, swiglu
+from exactrl.ops import attention, embedding, head, linear, norm, qkv, swiglu
 from exactrl.ops.cpu.simd import LANES
 from exactrl.ops.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The ops of one run. Legend: T tokens, R rows, K in, N out, H query heads, HK kv heads, D head dim."""
+    """The ops of one run on the CPU; see interface.ModelOps."""
 
     contract: Contract
     exact: bool = True
+
+    backend = "cpu"
+    device = torch.device("cpu")
+    page_size = attention.PAGE
+    rows = staticmethod(attention.Rows.build)
+    packed_rows = staticmethod(attention.Rows.packed)
+
+    @property
+    def packs(self) -> bool:
+        """Canonical products read packed panels, torch's own read rows."""
+        return self.exact
 
     def __post_init__(self) -> None:
         if self.contract.attention != "canonical":

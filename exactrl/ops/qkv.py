@@ -29,6 +29,9 @@ class RopeTable:
         angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
         return cls(angle.cos().float(), angle.sin().float())
 
+    def to(self, device: torch.device) -> RopeTable:
+        return RopeTable(self.cos.to(device), self.sin.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:

@@ -19,16 +19,23 @@ class Weight(nn.Module):
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, trainable: bool, packed: bool, gathered: bool = False
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        trainable: bool,
+        packed: bool,
+        gathered: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.shape: tuple[int, ...] = tuple(shape)
-        self.dtype = dtype
+        self.dtype, self.device = dtype, torch.device(device)
         self.packed, self.gathered = packed, gathered
         self.keep_rows = gathered or trainable or not packed
         self.master: nn.Parameter | None = None
         if trainable:
-            self.master = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
+            self.master = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
         self.compute: torch.Tensor | None = None
         self.panels: torch.Tensor | None = None
 
@@ -41,7 +48,7 @@ class Weight(nn.Module):
                 self.master.copy_(value)
             self.refresh()
         else:
-            self._set(value.detach().to(self.dtype))
+            self._set(value.detach().to(self.device, self.dtype))
 
     def refresh(self) -> None:
         """Makes compute copy and panels from the master; call after every optimizer update."""

@@ -18,10 +18,11 @@ from exactrl.contract import (
     write_cached,
 )
 from exactrl.model.config import ModelConfig
+from exactrl.ops.cuda.attention import PAGE_SIZE
 from exactrl.parity.certify import LinearResult
 from exactrl.parity.certify_attention import AttentionResult
 
-PAGE_SIZES = (0, 16, 32, 64, 128, 256)  # 0: packed, as in training
+PAGE_SIZES = (0, PAGE_SIZE)  # packed, as in training; the engine's
 
 
 def linear_shapes(config: ModelConfig, leaves: int = 1) -> dict[str, LinearShape]:
@@ -37,9 +38,10 @@ def linear_shapes(config: ModelConfig, leaves: int = 1) -> dict[str, LinearShape
     }
 
 
-def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
-    """A model's attention, packed and with every size of page."""
-    return [AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, size) for size in PAGE_SIZES]
+def attention_shapes(config: ModelConfig, order: str = "canonical") -> list[AttentionShape]:
+    """A model's attention: packed, and in pages."""
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    return [AttentionShape(*heads, size, order=order) for size in PAGE_SIZES]
 
 
 def write_certificate(

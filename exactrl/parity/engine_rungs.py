@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from exactrl.ops.attention import PAGE
 from exactrl.ops.cpu import jit
 from exactrl.parity.compare import Tally
 from exactrl.parity.subject import Subject
@@ -41,7 +40,8 @@ def preemption(subject: Subject, tally: Tally) -> None:
     need = max(len(r.token_ids) + r.params.max_new_tokens for r in ids)
     baseline = [c for c in subject.baseline if c.id in {r.id for r in ids}]
     count = 0
-    for spare in (0, PAGE, 3 * PAGE):
+    page = subject.rollout_model.ops.page_size
+    for spare in (0, page, 3 * page):
         engine = subject.make_engine(kv_tokens=need + spare)
         tally.trajectories(engine.generate(ids), baseline, f"{need + spare} KV tokens")
         count += engine.stats.preemptions
@@ -66,6 +66,9 @@ def nan_cache(subject: Subject, tally: Tally) -> None:
 
 def threads(subject: Subject, tally: Tally) -> None:
     """Every kernel on one thread, and every kernel split over two whatever its size."""
+    if subject.rollout_model.ops.device.type != "cpu":
+        tally.skipped = "the number of threads is a matter of the CPU kernels"
+        return
     if jit.max_threads() < 2:
         tally.skipped = "this machine offers one thread only"
     for n in (1, 2):

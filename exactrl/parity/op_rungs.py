@@ -11,9 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from exactrl.model.attention_state import PackedState, PagedState
+from exactrl.model.attention_state import AttentionState, CacheState, packed_state, paged_state
 from exactrl.model.qwen3 import Qwen3
-from exactrl.ops.attention import PAGE, Rows
 from exactrl.ops.cpu import jit
 from exactrl.parity.compare import Tally
 from exactrl.parity.subject import Subject
@@ -26,7 +25,7 @@ def _rows(tally: Tally, what: str, op: Callable[..., torch.Tensor], *inputs: tor
     """Compares op on slices of the inputs with slices of op on all rows."""
     with torch.no_grad():
         whole = op(*inputs)
-        for threads in (1, 2):
+        for threads in (1,) if inputs[0].is_cuda else (1, 2):
             with jit.forced_threads(threads):
                 tally.tensors(op(*inputs), whole, f"{what}, threads: {threads}")
                 for a, b in SLICES:
@@ -43,7 +42,8 @@ def _values(subject: Subject, *shape: int, scale: float = 1.0) -> torch.Tensor:
     generator = subject.generator()
     x = torch.randn(shape, generator=generator)
     spikes = torch.rand(shape, generator=generator) < 0.02
-    return (scale * torch.where(spikes, 30 * x, x)).to(subject.rollout_model.dtype)
+    model = subject.rollout_model
+    return (scale * torch.where(spikes, 30 * x, x)).to(model.ops.device, model.dtype)
 
 
 def linear(subject: Subject, tally: Tally) -> None:
@@ -70,7 +70,7 @@ def qkv(subject: Subject, tally: Tally) -> None:
     layer, shape = model.layers[0], model.shape
     model.reserve_positions(400)
     x = _values(subject, ROWS, (shape.heads + 2 * shape.kv_heads) * shape.dim)
-    positions = torch.randint(0, 400, (ROWS,), generator=subject.generator())
+    positions = torch.randint(0, 400, (ROWS,), generator=subject.generator()).to(model.ops.device)
     for i, name in enumerate(("q", "k", "v")):
 
         def op(x: torch.Tensor, p: torch.Tensor, i: int = i) -> torch.Tensor:
@@ -88,7 +88,9 @@ def swiglu(subject: Subject, tally: Tally) -> None:
 def _head_inputs(subject: Subject) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     model, generator = subject.rollout_model, subject.generator()
     targets = torch.randint(0, model.config.vocab_size, (ROWS,), generator=generator)
-    return _values(subject, ROWS, model.config.hidden_size), targets, 0.5 + torch.rand(ROWS, generator=generator)
+    temperatures = 0.5 + torch.rand(ROWS, generator=generator)
+    device = model.ops.device
+    return _values(subject, ROWS, model.config.hidden_size), targets.to(device), temperatures.to(device)
 
 
 def logprob(subject: Subject, tally: Tally) -> None:
@@ -102,10 +104,10 @@ def sample(subject: Subject, tally: Tally) -> None:
     model = subject.rollout_model
     x, positions, t = _head_inputs(subject)
     t[::7] = 0
-    keys = torch.arange(1, ROWS + 1) * 7919
+    keys = torch.arange(1, ROWS + 1, device=x.device) * 7919
 
     def draw(x: torch.Tensor, t: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
-        return list(model.ops.sample(x, model.head, t, keys.numpy().astype(np.uint64), positions))
+        return list(model.ops.sample(x, model.head, t, keys.cpu().numpy().astype(np.uint64), positions))
 
     for i, name in enumerate(("token", "logprob")):
         _rows(tally, name, lambda *inputs, i=i: draw(*inputs)[i], x, t, keys, positions)
@@ -125,19 +127,14 @@ def _sequences(subject: Subject, lengths: list[int], scale: float) -> tuple[torc
     )
 
 
-def _packed(model: Qwen3, lengths: list[int]) -> PackedState:
-    pages = [-(-n // PAGE) for n in lengths]
-    tables = np.zeros((len(lengths), max(pages)), np.int32)
-    for i, n in enumerate(pages):
-        tables[i, :n] = sum(pages[:i]) + np.arange(n)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return PackedState(model.ops, Rows.build(starts, np.zeros(len(lengths), np.int64), tables, model.shape))
+def _packed(model: Qwen3, lengths: list[int]) -> AttentionState:
+    return packed_state(model.ops, model.ops.packed_rows(np.array(lengths, np.int64), model.shape))
 
 
-def _paged(model: Qwen3, length: int, seed: int) -> tuple[PagedState, np.ndarray]:
+def _paged(model: Qwen3, length: int, seed: int) -> tuple[CacheState, np.ndarray]:
     """A NaN-filled cache and a shuffled page table [1, pages] for one sequence."""
-    pages = -(-length // PAGE) + 3
-    state = PagedState(model.ops, model.config.num_layers, pages, model.shape, model.dtype)
+    pages = -(-length // model.ops.page_size) + 3
+    state = paged_state(model.ops, model.config.num_layers, pages, model.shape, model.dtype)
     if model.ops.exact:  # the plain path multiplies masked values by 0, which NaN survives
         state.fill(float("nan"))
     return state, np.random.default_rng(seed).permutation(pages).astype(np.int32)[None]
@@ -163,7 +160,7 @@ def attention(subject: Subject, tally: Tally) -> None:
                     state, tables = _paged(model, n, subject.seed)
                     out = []
                     for a, b in _steps(n, chunk):
-                        state.rows = Rows.build(np.array([0, b - a]), np.array([a]), tables, model.shape)
+                        state.rows = model.ops.rows(np.array([0, b - a]), np.array([a]), tables, model.shape)
                         out.append(state.attend(0, *(x[a:b].contiguous() for x in parts)))
                     tally.tensors(torch.cat(out), expected, f"sequence of {n} in chunks of {chunk}, scores x{scale:g}")
 
@@ -172,7 +169,8 @@ def layers(subject: Subject, tally: Tally) -> None:
     """Every op of every layer inside the model: a sequence in one packed forward, and token by token through pages."""
     model = subject.rollout_model
     n = min(70, model.config.max_positions)
-    ids = torch.randint(0, model.config.vocab_size, (n,), generator=subject.generator())
+    ids = torch.randint(0, model.config.vocab_size, (n,), generator=subject.generator()).to(model.ops.device)
+    positions = torch.arange(n, device=ids.device)
     model.reserve_positions(n)
     whole: dict[str, torch.Tensor] = {}
     pieces: dict[str, list[torch.Tensor]] = {}
@@ -186,11 +184,11 @@ def layers(subject: Subject, tally: Tally) -> None:
         return x
 
     with torch.no_grad():
-        model(ids, torch.arange(n), _packed(model, [n]), see_whole)
+        model(ids, positions, _packed(model, [n]), see_whole)
         state, tables = _paged(model, n, subject.seed)
         for a, b in [*_steps(n - 20, 13), *((i, i + 1) for i in range(n - 20, n))]:
-            state.rows = Rows.build(np.array([0, b - a]), np.array([a]), tables, model.shape)
-            model(ids[a:b], torch.arange(a, b), state, see_piece)
+            state.rows = model.ops.rows(np.array([0, b - a]), np.array([a]), tables, model.shape)
+            model(ids[a:b], positions[a:b], state, see_piece)
     for name, x in whole.items():
         tally.tensors(torch.cat(pieces[name]), x, name)
     tally.notes.append(f"{len(whole)} ops")

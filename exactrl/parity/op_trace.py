@@ -46,7 +46,7 @@ class Trace:
             self._rows = x + first
             self._num_sequences = int(self._rows[:, 0].max()) + 1
         elif name == "predicting":
-            self._rows = self._rows[x]
+            self._rows = self._rows[x.cpu()]
         else:
             self.ops.setdefault(name, []).append((self._rows, x.detach()))
         return x
@@ -76,9 +76,11 @@ class TrainerTrace(Trace):
     def _draw(self) -> torch.Tensor:
         hidden = self.ops["norm"][-1][1][self._predicting]
         requests = [self.requests[i] for i in self._rows[:, 0].tolist()]
-        temperatures = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
+        temperatures = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32).to(hidden.device)
         keys = np.array([r.noise_key for r in requests], np.uint64)
-        return self.model.ops.sample(hidden, self.model.head, temperatures, keys, self._rows[:, 1] + 1)[0]
+        return self.model.ops.sample(
+            hidden, self.model.head, temperatures, keys, (self._rows[:, 1] + 1).to(hidden.device)
+        )[0]
 
 
 @dataclass(frozen=True, slots=True)

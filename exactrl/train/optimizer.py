@@ -25,7 +25,12 @@ def make_optimizer(
 
 def gradient_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
     """Global L2 norm. Raises NonFiniteError for a NaN or infinite gradient."""
-    total = math.fsum(sum_of_squares(jit.flat(p.grad)) for p in parameters if p.grad is not None)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and gradients[0].is_cuda:  # a sum per tensor in a fixed order, then of these: no atomics
+        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        total = float(norms.square().sum())
+    else:
+        total = math.fsum(sum_of_squares(jit.flat(g)) for g in gradients)
     if not math.isfinite(total):
         raise NonFiniteError(f"the squared gradient norm is {total}; this update was not made")
     return math.sqrt(total)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from exactrl.ops.attention import PAGE, Rows
+from exactrl.ops.interface import ModelOps
 from exactrl.ops.qkv import HeadShape
 from exactrl.types import Sample
 
@@ -27,7 +28,7 @@ class MicroBatch:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    rows: Rows
+    rows: Any
     predict: torch.Tensor
     targets: torch.Tensor
     temperatures: torch.Tensor
@@ -35,7 +36,8 @@ class MicroBatch:
     lengths: tuple[int, ...]
 
     @classmethod
-    def build(cls, samples: Sequence[Sample], shape: HeadShape) -> MicroBatch:
+    def build(cls, samples: Sequence[Sample], shape: HeadShape, ops: ModelOps) -> MicroBatch:
+        """On the host, but for `rows` (interface.BatchRows)."""
         prompts = np.array([len(s.prompt_token_ids) for s in samples])
         lengths = np.array([len(s.token_ids) for s in samples])
         inputs = prompts + lengths - 1
@@ -47,7 +49,7 @@ class MicroBatch:
         return cls(
             ids=torch.from_numpy(ids),
             positions=torch.from_numpy(positions),
-            rows=Rows.build(starts, np.zeros(len(samples), np.int64), _tables(inputs), shape),
+            rows=ops.packed_rows(inputs.astype(np.int64), shape),
             predict=torch.from_numpy(predict),
             targets=torch.tensor([t for s in samples for t in s.token_ids]),
             temperatures=torch.from_numpy(np.repeat(np.array([s.temperature for s in samples], np.float32), lengths)),
@@ -55,12 +57,11 @@ class MicroBatch:
             lengths=tuple(lengths.tolist()),
         )
 
-
-def _tables(inputs: np.ndarray) -> np.ndarray:
-    """Page tables of sequences laid out one after the other, int32 [S, P]."""
-    pages = -(-inputs // PAGE)
-    tables = np.cumsum(pages)[:, None] - pages[:, None] + np.arange(pages.max())
-    return np.where(np.arange(pages.max()) < pages[:, None], tables, 0).astype(np.int32)
+    def to(self, device: torch.device) -> MicroBatch:
+        if device.type == "cpu":
+            return self
+        names = ("ids", "positions", "predict", "targets", "temperatures", "sequence_ids")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def pack(samples: Sequence[Sample], budget: int) -> list[list[int]]:

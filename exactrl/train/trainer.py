@@ -12,9 +12,10 @@ from exactrl.algo.algorithm import Algorithm, TokenBatch
 from exactrl.algo.kl import kl_loss
 from exactrl.algo.losses import counted_only, token_weights, weighted_sum
 from exactrl.errors import ConfigError, UsageError
-from exactrl.model.attention_state import PackedState
+from exactrl.model.attention_state import packed_state
 from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, master_digest, named_weights, refresh, unique_weights
+from exactrl.ops.cuda.determinism import deterministic_algorithms
 from exactrl.protocols import Observer
 from exactrl.train.optimizer import clip_gradients, make_optimizer
 from exactrl.train.packing import MicroBatch, pack
@@ -80,6 +81,10 @@ class Trainer:
         minibatch of such samples alone makes no optimizer update: momentum and weight decay rest, too.
         Raises UsageError when the samples hold no response token.
         """
+        with deterministic_algorithms(self.model.ops.device):
+            return self._step(samples, audit, observe)
+
+    def _step(self, samples: Sequence[Sample], audit: bool, observe: Observer) -> dict[str, float]:
         self._set_lr()
         self.optimizer.zero_grad(set_to_none=True)
         old = self._old_logprobs(samples)
@@ -148,9 +153,9 @@ class Trainer:
         model's forward is shown to `see`."""
         model = model or self.model
         see = self.see if model is self.model else unchanged
-        batch = MicroBatch.build(samples, model.shape)
+        batch = MicroBatch.build(samples, model.shape, model.ops)
         model.reserve_positions(int(batch.positions.max()) + 1)
-        state = PackedState(model.ops, batch.rows)
+        batch, state = batch.to(model.ops.device), packed_state(model.ops, batch.rows)
         if see is not unchanged:
             see("rows", batch.rows.owners(torch.arange(len(samples))))
         hidden = model(batch.ids, batch.positions, state, see)
@@ -199,7 +204,7 @@ class Trainer:
         if self.entropy_coef:
             result = result - self.entropy_coef * weighted_sum(entropy, weights)
         if self.kl_coef:
-            reference = torch.from_numpy(np.concatenate([_reference(s) for s in samples]))
+            reference = self._on_device(np.concatenate([_reference(s) for s in samples]))
             _, (ours, theirs) = counted_only(weights, tokens.logprobs, reference)
             result = result + self.kl_coef * weighted_sum(kl_loss(ours, theirs, self.kl_estimator), weights)
         return result
@@ -215,12 +220,15 @@ class Trainer:
         advantages = np.concatenate([_advantages(s) for s in samples])
         return TokenBatch(
             logprobs=logprobs,
-            old_logprobs=torch.from_numpy(np.concatenate(old)),
-            advantages=torch.from_numpy(advantages),
-            token_weights=torch.from_numpy(np.concatenate(weights)),
+            old_logprobs=self._on_device(np.concatenate(old)),
+            advantages=self._on_device(advantages),
+            token_weights=self._on_device(np.concatenate(weights)),
             sequence_ids=batch.sequence_ids,
             num_sequences=len(samples),
         )
+
+    def _on_device(self, values: LogprobArray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.model.ops.device)
 
     def _metrics(self, sums: dict[str, float], norms: list[float]) -> dict[str, float]:
         """Means over the tokens in the loss; without any of them only "train/lr"."""
@@ -251,4 +259,4 @@ def _reference(sample: Sample) -> LogprobArray:
 
 
 def _split(logprobs: torch.Tensor, batch: MicroBatch) -> list[LogprobArray]:
-    return np.split(logprobs.numpy(), np.cumsum(batch.lengths)[:-1])
+    return np.split(logprobs.cpu().numpy(), np.cumsum(batch.lengths)[:-1])

@@ -102,6 +102,7 @@ ACTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "run.checkpoint_every": (1, {}, "checkpoints"),
     "run.keep_checkpoints": (1, {"run__checkpoint_every": 1}, "checkpoints"),
     "run.audit_every": (0, {}, "train/rescore_mismatch_tokens"),
+    "run.device": ("cuda", {"model__dtype": "bfloat16"}, "error"),
     "run.out": ("elsewhere", {}, "folder"),
 }  # fmt: skip
 
@@ -135,6 +136,7 @@ SFT_ACTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "run.eval_every": (1, {"data__eval": {"held": "b"}}, "metrics"),
     "run.checkpoint_every": (1, {}, "checkpoints"),
     "run.keep_checkpoints": (1, {"run__checkpoint_every": 1}, "checkpoints"),
+    "run.device": ("cuda", {"model__dtype": "bfloat16"}, "error"),
     "run.out": ("elsewhere", {}, "folder"),
     "run.seed": (1, {}, "weights"),
 }  # fmt: skip

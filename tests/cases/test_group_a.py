@@ -77,7 +77,7 @@ def test_A_01_the_trainer_sees_the_ids_that_were_sampled(monkeypatch):
     (result,) = world.run(1, samples_per_prompt=24)
     assert any((straw, berry) in pairs(s.token_ids) for s in trained)
     assert [s.token_ids for s in trained] == [c.token_ids for c in returned]
-    batch = MicroBatch.build(trained, world.trainer.model.shape)
+    batch = MicroBatch.build(trained, world.trainer.model.shape, world.trainer.model.ops)
     assert batch.targets.tolist() == [t for c in returned for t in c.token_ids]
     assert result.metrics["train/logprob_compared_tokens"] == 72 * 24
     assert result.metrics["train/logprob_abs_diff_max"] == 0.0
@@ -123,7 +123,7 @@ def test_A_03_special_tokens_inside_a_response_are_scored_like_any_other():
     samples = samples_of([result])
     assert special <= {t for s in samples for t in s.token_ids[:-1]}
     assert all(special & set(s.prompt_token_ids) for s in samples)
-    batch = MicroBatch.build(samples, world.trainer.model.shape)
+    batch = MicroBatch.build(samples, world.trainer.model.shape, world.trainer.model.ops)
     assert len(batch.targets) == len(batch.predict) == len(batch.temperatures) == 16 * 24
     for s in samples:
         assert len(s.token_ids) == len(s.logprobs) == 24

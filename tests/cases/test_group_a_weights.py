@@ -114,7 +114,7 @@ def test_A_34_positions_are_int64_and_floats_are_refused():
     lists = [(tokens(n, n), tokens(2 * n, n + 1)) for n in (1, 5, 3)]
     ragged = [Sample("p", i, tuple(a), b, np.zeros(len(b), np.float32), "length", 0, 1.0)
               for i, (a, b) in enumerate(lists)]  # fmt: skip
-    batch = MicroBatch.build(ragged, model.shape)
+    batch = MicroBatch.build(ragged, model.shape, model.ops)
     assert batch.positions.dtype == batch.ids.dtype == batch.targets.dtype == torch.int64
     assert batch.positions.tolist() == [*range(2), *range(14), *range(8)]
     model.reserve_positions(20)

@@ -69,13 +69,14 @@ def test_defaults_and_options_reach_the_engine(run, calls):
         "chunk_tokens": 2048,
         "dtype": "bfloat16",
         "true_on_policy": True,
+        "device": "cpu",
     }
     options = (
         "--seed 3 --temperature 0 --max-new-tokens 4 --max-concurrent 5 --kv-tokens 64 --chunk-tokens 7 "
-        "--dtype float32 --no-true-on-policy"
+        "--dtype float32 --no-true-on-policy --device cuda"
     )
     assert run("generate", "tiny", "hello", *options.split()).code == 0
-    assert list(calls[1].values())[3:] == [3, 0.0, 4, 5, 64, 7, "float32", False]
+    assert list(calls[1].values())[3:] == [3, 0.0, 4, 5, 64, 7, "float32", False, "cuda"]
 
 
 def test_stdin_is_one_prompt_as_it_is(run, calls, monkeypatch):

@@ -27,8 +27,8 @@ def batches(change: Callable[[Batch, Chunks], Batch]) -> Apply:
     """Every batch the engine builds is changed; what `change` returns unchanged does not count."""
 
     def make(original: Callable, hits: Hits) -> Callable:
-        def build(chunks: Chunks, shape) -> Batch:
-            before = original(chunks, shape)
+        def build(chunks: Chunks, *rest) -> Batch:
+            before = original(chunks, *rest)
             after = change(before, chunks)
             if after is not before:
                 hits()
@@ -104,8 +104,8 @@ def counted_keys(original: Callable, hits: Hits) -> Callable:
     """Noise from a running counter instead of the request's own key."""
     calls = count(1)
 
-    def build(chunks, shape):
-        batch = original(chunks, shape)
+    def build(chunks, *rest):
+        batch = original(chunks, *rest)
         hits()
         return replace(batch, keys=batch.keys + np.uint64(next(calls)))
 

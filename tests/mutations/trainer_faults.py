@@ -33,8 +33,8 @@ TWO_MINIBATCHES = Setup(minibatches=2)
 
 def micro_batches(change: Callable[[MicroBatch], MicroBatch]) -> Apply:
     def make(original: Callable, hits: Hits) -> Callable:
-        def build(samples, shape) -> MicroBatch:
-            before = original(samples, shape)
+        def build(samples, *rest) -> MicroBatch:
+            before = original(samples, *rest)
             after = change(before)
             if after is not before:
                 hits()

@@ -411,5 +411,5 @@ def test_shapes_of_a_model() -> None:
 
     config = read_config(find_model("tiny"))
     shapes = attention_shapes(config)
-    assert [s.page_size for s in shapes] == [0, 16, 32, 64, 128, 256]
+    assert [s.page_size for s in shapes] == [0, 64]
     assert {(s.heads, s.kv_heads, s.dim) for s in shapes} == {(config.num_heads, config.num_kv_heads, config.head_dim)}

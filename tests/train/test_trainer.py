@@ -154,7 +154,7 @@ def test_A_09_temperature_is_applied():
 def test_A_33_positions_restart_for_each_packed_sample(dtype):
     twin = sample(tokens(4, 0), tokens(6, 1))
     trainer = make_trainer(dtype)
-    batch = MicroBatch.build([twin, twin], trainer.model.shape)
+    batch = MicroBatch.build([twin, twin], trainer.model.shape, trainer.model.ops)
     assert batch.positions.tolist() == [*range(9), *range(9)]  # the last of 10 tokens is predicted, never an input
     assert batch.predict.tolist() == [*range(3, 9), *range(12, 18)]
     assert batch.sequence_ids.tolist() == [0] * 6 + [1] * 6
@@ -168,7 +168,7 @@ def test_A_18_a_pad_that_equals_eos_changes_nothing(eos):
     """Responses of 4 (ends with eos) and 7 tokens; the prompts hold the pad id 0. Lengths decide, ids never."""
     pair = [sample([0, 0, 7], [1, 2, 3, eos]), sample([9, 0, 8], [4, 0, 6, 11, 0, 12, 13])]
     trainer = make_trainer(max_tokens_per_microbatch=64)
-    batch = MicroBatch.build(pair, trainer.model.shape)
+    batch = MicroBatch.build(pair, trainer.model.shape, trainer.model.ops)
     assert batch.targets.tolist() == [1, 2, 3, eos, 4, 0, 6, 11, 0, 12, 13]
     scores = trainer.score(pair)
     assert [len(s) for s in scores] == [4, 7]

@@ -37,7 +37,8 @@ import torch
 from exactrl.contract import AttentionShape
 from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, WARP_SPLIT, AttentionTile, WarpTile
 
-HEAD_DIMS = (64, 128, 256)
+PAGE_SIZE = 64  # tokens of one page of the engine's cache: a block of the order
+HEAD_DIMS = (32, 64, 128, 256)
 SHARED_BYTES = 228 * 1024  # of a multiprocessor, for all its programs
 RESERVED_BYTES = 1024  # that each program takes besides its own
 
@@ -159,7 +160,13 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
 
 def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
-    return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows and fits
+    return (
+        _serves(shape)
+        and shape.dim >= tile.least_dim
+        and shape.page_size > 0
+        and shape.heads // shape.kv_heads <= tile.rows
+        and fits
+    )
 
 
 def _warp_split(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:

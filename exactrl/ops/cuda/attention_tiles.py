@@ -16,6 +16,10 @@ class AttentionTile:
     ctas: int = 0
     tma: bool = False
 
+    @property
+    def least_dim(self) -> int:
+        return 16
+
     def shared_bytes(self, dim: int) -> int:
         """Of a program with splits in parallel, at least: blocks of K and V in flight, q, P and what Triton adds (seen
         when compiled for sm_90a)."""
@@ -60,6 +64,10 @@ class WarpTile:
     @property
     def rows(self) -> int:
         return WARP_ROWS
+
+    @property
+    def least_dim(self) -> int:
+        return 64  # elements that one copy takes
 
     def __str__(self) -> str:
         return f"{self.keys}x{self.ring}-c{self.ctas}"

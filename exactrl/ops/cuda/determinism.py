@@ -6,6 +6,8 @@ apply() sets it, check() proves it, state() is what environment.json records.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -64,3 +66,24 @@ def state() -> dict[str, Any]:
     flags = {path: attrgetter(path)(torch.backends) for path in FLAGS}
     blas = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
     return {**{name: os.environ.get(name) for name in VARIABLES}, **flags, "blas_library": blas}
+
+
+@contextmanager
+def deterministic_algorithms(device: torch.device) -> Iterator[None]:
+    """torch's global flag, which its kernels ask whether to add up in a fixed order; on a GPU only.
+
+    Uninitialised memory is not filled meanwhile, or every torch.empty would be written twice.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

@@ -51,15 +51,23 @@ def compile_cubin(source: str, name: str, options: Sequence[str] = ()) -> tuple[
     flags = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *options]
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    log = _writable(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
     _checked(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode(errors="replace").strip(" \0\n")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise EnvironmentProblem(f"{name} does not compile for {ARCHITECTURE}:\n{text}")
-    code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    size = _checked(nvrtc.nvrtcGetCUBINSize(program))
+    code = _writable(size)
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     nvrtc.nvrtcDestroyProgram(program)
-    return code, text
+    return code[:size], text
+
+
+def _writable(size: int) -> bytes:
+    """A bytes object that NVRTC may write `size` bytes into. Never one byte long: Python has a single object for each
+    byte, so that the NUL of an empty log would replace every b" " of the process, and with it spaces in files and
+    source code."""
+    return b" " * (size + 1)
 
 
 def cached_cubin(source: str, name: str, options: Sequence[str] = ()) -> bytes:

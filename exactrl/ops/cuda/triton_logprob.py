@@ -18,8 +18,7 @@ from exactrl.ops.cuda.triton_noise import gumbel
 
 BLOCK = 128  # Contract.vocab_block
 GROUP = 16  # blocks of one program of `_blocks`; changes no bit
-NEG_INF = tl.constexpr(float("-inf"))
-NAN = tl.constexpr(float("nan"))
+NEG_INF = tl.constexpr(float("-inf"))  # NaN is no global: it differs from itself, so each launch would refuse it
 CHAIN = tl.constexpr(32)  # loads issued ahead of their additions; changes no bit
 LAUNCH: dict[str, Any] = {"num_warps": 4, **EXACT}
 
@@ -158,7 +157,7 @@ def _merge(
     else:
         target = tl.load(targets + row)
     known = (target >= 0) & (target < V)
-    x = tl.load(logits + row.to(tl.int64) * stride + target, mask=known, other=NAN)
+    x = tl.load(logits + row.to(tl.int64) * stride + target, mask=known, other=float("nan"))
     tl.store(logprobs + row, (tl.div_rn(x, temperature) - M) - ln)
 
 

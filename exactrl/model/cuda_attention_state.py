@@ -1,0 +1,64 @@
+"""Keys and values of a forward on a GPU; see attention_state.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from exactrl.ops.qkv import HeadShape, RopeTable
+from exactrl.ops.weight import Weight
+
+if TYPE_CHECKING:
+    from exactrl.ops.cuda.binding import CudaOps, CudaRows
+
+
+class CudaPackedState:
+    """Whole sequences side by side, each from position 0 (trainer). Differentiable."""
+
+    def __init__(self, ops: CudaOps, rows: CudaRows) -> None:
+        self.ops, self.rows = ops, rows
+
+    def qkv(
+        self, layer: int, x: torch.Tensor, wq: Weight, wk: Weight, rope: RopeTable, positions: torch.Tensor,
+        shape: HeadShape, eps: float, seen: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        return self.ops.qkv(x, wq, wk, rope, positions, shape, eps)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        assert k is not None, "packed attention has no cache"
+        assert v is not None, "packed attention has no cache"
+        return self.ops.packed_attention(q, k, v, self.rows)
+
+
+class CudaPagedState:
+    """A paged KV cache per layer (engine). Set `rows` before each forward. Keys and values go from the fused kernel
+    into the cache; only a probe gets them as tensors, read back from where attention reads them."""
+
+    rows: CudaRows
+
+    def __init__(self, ops: CudaOps, layers: int, num_pages: int, shape: HeadShape, dtype: torch.dtype) -> None:
+        self.ops = ops
+        self.pages = [ops.new_pages(num_pages, shape, dtype) for _ in range(layers)]
+
+    def qkv(
+        self, layer: int, x: torch.Tensor, wq: Weight, wk: Weight, rope: RopeTable, positions: torch.Tensor,
+        shape: HeadShape, eps: float, seen: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        q = self.ops.qkv_into_cache(x, wq, wk, rope, positions, shape, eps, self.rows, self.pages[layer])
+        if not seen:
+            return q, None, None
+        k, v = (pages.flatten(0, 1)[self.rows.slots] for pages in self.pages[layer])
+        return q, k, v
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        for given, pages in zip((k, v), self.pages[layer], strict=True):
+            if given is not None:  # a probe may have replaced it
+                pages.flatten(0, 1)[self.rows.slots] = given
+        return self.ops.paged_attention(q, self.rows, self.pages[layer])
+
+    def fill(self, value: float) -> None:
+        """Overwrites the whole cache; with NaN it shows that nothing stale is ever read."""
+        for k_pages, v_pages in self.pages:
+            k_pages.fill_(value)
+            v_pages.fill_(value)

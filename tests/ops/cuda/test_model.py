@@ -1,0 +1,117 @@
+"""The GPU's engine and trainer in Triton's interpreter: the same kernels, rows, pages and cache, on a tiny model.
+
+float16, see test_triton_matmul.py; numpy's matrix product is no canonical one, so that linears are written out here.
+"""
+
+from __future__ import annotations
+
+from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from exactrl.algo.algorithm import get_algorithm
+from exactrl.contract import get_contract, noise_key
+from exactrl.engine.engine import Engine
+from exactrl.model.attention_state import paged_state
+from exactrl.model.config import find_model, read_config
+from exactrl.model.qwen3 import Qwen3
+from exactrl.model.weights import load_weights, random_weights
+from exactrl.ops.cuda.attention import AttentionChoice, attention_implementations
+from exactrl.ops.cuda.binding import CudaOps
+from exactrl.parity.subject import to_sample
+from exactrl.train.trainer import Trainer
+from exactrl.types import Completion, Request, SamplingParams
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy names every NaN that a mask drops
+FOUND = attention_implementations()
+CHOICE = AttentionChoice(FOUND["triton-split:16-w4-s5-c3"], FOUND["reference"], 16)
+CONFIG = replace(
+    read_config(find_model("tiny")), num_layers=1, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
+    head_dim=16, vocab_size=80,
+)  # fmt: skip
+PROMPTS = (3, 67)
+
+
+def product(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int = 1) -> torch.Tensor:
+    y = torch.zeros(len(x), len(w))
+    for k in range(x.shape[1]):
+        y += x[:, k : k + 1].float() * w[:, k].float()
+    return y.to(out_dtype)
+
+
+OPS = CudaOps(get_contract("exact-v1", residual_dtype="float32"), product, lambda shape: CHOICE, torch.device("cpu"))
+
+
+def model(*, trainable: bool) -> Qwen3:
+    made = Qwen3(CONFIG, OPS, torch.float16, trainable=trainable)
+    load_weights(made, random_weights(CONFIG, 0, embed=0.3), "random weights")
+    return made
+
+
+def requests() -> list[Request]:
+    generator = np.random.default_rng(0)
+    return [
+        Request(
+            f"r{i}", tuple(generator.integers(0, CONFIG.vocab_size, n).tolist()), SamplingParams(3, 1.0, ()),
+            noise_key(0, "test", 0, 0, f"r{i}", 0),
+        )
+        for i, n in enumerate(PROMPTS)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def completions() -> list[Completion]:
+    """Prefill in chunks of 40 beside decoding, pages that hold NaN before."""
+    engine = Engine(model(trainable=False), max_concurrent=2, kv_tokens=320, chunk_tokens=40)
+    engine.cache.fill(float("nan"))
+    return engine.generate(requests())
+
+
+def test_the_trainer_finds_the_engines_logprobs(completions) -> None:
+    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests(), completions, strict=True))]
+    scored = Trainer(model(trainable=True), get_algorithm("grpo"), lr=1e-3).score(samples)
+    assert min(len(x) for x in scored) == 3
+    assert max(x.max() for x in scored) < -0.01, "a model that is sure of everything shows nothing"
+    assert [x.tobytes() for x in scored] == [c.logprobs.tobytes() for c in completions]
+
+
+def test_one_ulp_in_a_norm_is_found(completions) -> None:
+    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests(), completions, strict=True))]
+    trainer = Trainer(model(trainable=True), get_algorithm("grpo"), lr=1e-3)
+
+    def see(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name == "layers.0.post_norm":
+            x = x.clone()
+            x.view(torch.int16)[:, 5] += 1
+        return x
+
+    trainer.see = see
+    assert [x.tobytes() for x in trainer.score(samples)] != [c.logprobs.tobytes() for c in completions]
+
+
+def test_what_a_probe_sees_and_what_attention_reads_are_the_same() -> None:
+    """The fused kernel writes k and v into the cache; a probe reads them from there and may replace them."""
+    made = model(trainable=False)
+    made.reserve_positions(8)
+    rows = OPS.rows(np.array([0, 5]), np.array([0]), np.array([[1]], np.int32), made.shape)
+    outs = []
+    for seen in (False, True):
+        state = paged_state(OPS, 1, 2, made.shape, torch.float16)
+        state.fill(float("nan"))
+        state.rows = rows
+        x = torch.linspace(-1, 1, 5 * 8 * 16).view(5, 128).half()
+        layer = made.layers[0]
+        arguments = (layer.q_norm, layer.k_norm, made.rope, torch.arange(5), made.shape, 1e-6)
+        q, k, v = state.qkv(0, x, *arguments, seen)
+        assert (k is None, v is None) == (not seen, not seen)
+        outs.append(state.attend(0, q, k, v))
+        if seen:
+            packed = OPS.qkv(x, *arguments)
+            assert torch.equal(k, packed[1])
+            assert torch.equal(v, packed[2])
+            assert not torch.equal(state.attend(0, q, k, v.roll(1, 0)), outs[0])
+    assert torch.equal(*outs)
