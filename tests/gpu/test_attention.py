@@ -30,6 +30,29 @@ def test_every_way_to_ask_for_rows_has_the_bits_of_the_reference(case) -> None:
     assert [entry for entry in found if entry[3]] == []
 
 
+VALUES = {
+    "zeros": lambda v: v * (torch.arange(v.shape[2], device=v.device) % 3 > 0),
+    "denormals": lambda v: v * 2.0**-70 * torch.linspace(0, -60, len(v), device=v.device).exp2()[:, None, None],
+    "negative denormals": lambda v: v.abs() * -(2.0**-126),
+    "near the largest": lambda v: v * 2.0**110,
+    "usual": lambda v: v,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("heads", [(8, 2, 128), (8, 8, 64)], ids=str)
+def test_in_order_kernels_divide_every_kind_of_sum_as_the_reference_does(heads, name: str) -> None:
+    """Many short sequences, so that items by far outnumber the multiprocessors; launched twice on one plan."""
+    lengths = [1, 63, 64, 65, 512, 513, 1100, *np.random.default_rng(0).integers(1, 70, 300)]
+    data, offered = draw(lengths, *heads, 64, 1.0, 7), attention_implementations()
+    rows, v = data.packed(), VALUES[name](data.v.float()).bfloat16()
+    expected = run(offered["reference"], data.q, data.k, v, rows)
+    for implementation in (i for i in offered.values() if i.kind == "in_order" and i.name != "reference"):
+        for _ in range(2):
+            found = run(implementation, data.q, data.k, v, rows)
+            assert different_rows(*found, *expected) == 0, implementation.name
+
+
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths) -> torch.Tensor:
     """fp64, sequence by sequence."""
     outs, group = [], q.shape[1] // k.shape[1]

@@ -111,6 +111,19 @@ __device__ __forceinline__ void store_shared(float4* p, float4 x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w));
 }
 
+__device__ __forceinline__ void store_word(u32 address, u32 x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_words(u32 address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 // Two fp32 rounded to bf16, to nearest even; `low` in the lower half.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
@@ -122,6 +135,12 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

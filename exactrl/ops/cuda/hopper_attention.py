@@ -2,7 +2,8 @@
 
 Same bits as the reference in triton_attention.py, 0.8 to 0.9 of FlashAttention-3's speed where query heads share keys:
 copies by the bulk copy engine, three warpgroups that share the matrix unit, products of one block under the
-exponentials of the next. Definition: attention.py; kernel: hopper_attention.cu.
+exponentials of the next, items taken as multiprocessors become free. Definition: attention.py; kernel:
+hopper_attention.cu with attention_rows.cuh and hopper.cuh.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DIMS = (64, 128)
 BLOCK = 64  # keys
 ROWS = 64  # query rows of one warpgroup
 CONSUMERS = 3  # warpgroups that share an item
-STAGES = 2
+STAGES = {64: 4, 128: 2}  # blocks of keys, and of values, on their way or in use: what fits
 THREADS = 128 * (1 + CONSUMERS)
 L2_BYTES = 24 << 20  # keys and values that neighbouring items share should stay in the L2 with room to spare
 
@@ -37,7 +38,7 @@ class _Arguments(ctypes.Structure):
     """`Arguments` of hopper_attention.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tables", "starts", "lengths", "items", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("tables", "starts", "lengths", "items", "counters", "out", "lse")),
         *((name, ctypes.c_int32) for name in ("table_width", "num_items", "kv_heads", "num_tokens", "split_blocks")),
         ("scale", ctypes.c_float),
     )
@@ -45,9 +46,14 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """int32 [N, 4] on the device: (sequence, kv head, first token within the batch's of the sequence, 0)."""
+    """On the device.
+
+    items       int32 [N, 4]: (sequence, kv head, first token within the batch's of the sequence, 0)
+    counters    int32 [2]: next item, blocks that found none; 0 between launches, of which no two may run at a time
+    """
 
     items: torch.Tensor
+    counters: torch.Tensor
 
     def refresh(self) -> None:
         """Nothing: the kernel reads lengths from the device; the order of items changes no bit."""
@@ -69,8 +75,6 @@ def attend(
     sequences: np.ndarray,
     *,
     kv_split: int = 512,
-    take_turns: bool = False,
-    stages: int = STAGES,
 ) -> None:
     """As AttentionImplementation.attend. Inner strides of q, k and v are 1, others multiples of 8."""
     tokens, heads, dim = q.shape
@@ -78,13 +82,16 @@ def attend(
     group = heads // kv_heads
     assert out.is_contiguous(), out.stride()
     assert kv_split % BLOCK == 0, kv_split
-    kernel = _kernel(dim, group, page_size, stages, take_turns, torch.cuda.current_device())
+    assert kv_split >= CONSUMERS * ROWS, "the kernel takes it that rows have seen a key of every split but the last"
+    assert out.data_ptr() % 16 == 0, "rows are stored 16 bytes at a time"
+    kernel = _kernel(dim, group, page_size, torch.cuda.current_device())
     plan = _plan(rows, sequences, kv_heads, group, dim)
     arguments = _Arguments(
         tables=None if rows.tables is None else rows.tables.data_ptr(),
         starts=rows.starts.data_ptr(),
         lengths=rows.lengths.data_ptr(),
         items=plan.items.data_ptr(),
+        counters=plan.counters.data_ptr(),
         out=out.data_ptr(),
         lse=None if lse is None else lse.data_ptr(),
         table_width=0 if rows.tables is None else rows.tables.stride(0),
@@ -110,36 +117,38 @@ def _keys(k: torch.Tensor, page_size: int) -> TensorMap:
 
 
 @functools.cache
-def _kernel(dim: int, group: int, page_size: int, stages: int, take_turns: bool, device: int) -> Kernel:
-    options = source_options(dim, group, page_size, stages, take_turns)
-    shared = 1024 + shared_bytes(dim, stages)
-    return Kernel(source(), "attend", options, shared, label="hopper_attention")
+def _kernel(dim: int, group: int, page_size: int, device: int) -> Kernel:
+    options = source_options(dim, group, page_size)
+    return Kernel(source(), "attend", options, 1024 + shared_bytes(dim), label="hopper_attention")
 
 
 def source() -> str:
-    return (FOLDER / "hopper.cuh").read_text() + (FOLDER / "hopper_attention.cu").read_text()
+    return "".join((FOLDER / name).read_text() for name in ("hopper.cuh", "attention_rows.cuh", "hopper_attention.cu"))
 
 
-def source_options(dim: int, group: int, page_size: int, stages: int = STAGES, take_turns: bool = False) -> list[str]:
+def source_options(dim: int, group: int, page_size: int) -> list[str]:
     values = {
         "DIM": dim, "GROUP": group, "PAGED": int(page_size > 0), "PAGE_SIZE": page_size or 1,
-        "PAGE_BOX": min(BLOCK, page_size) if page_size else BLOCK, "STAGES": stages, "TAKE_TURNS": int(take_turns),
-        "SHARED_BYTES": shared_bytes(dim, stages),
+        "PAGE_BOX": min(BLOCK, page_size) if page_size else BLOCK, "STAGES": STAGES[dim],
+        "SHARED_BYTES": shared_bytes(dim),
     }  # fmt: skip
     return ["--fmad=false", *(f"-D{name}={value}" for name, value in values.items())]
 
 
-def shared_bytes(dim: int, stages: int) -> int:
-    """Size of `Shared` in hopper_attention.cu: queries, keys and values, ones, merged splits, barriers."""
-    keys_and_values = stages * (2 * BLOCK * dim * 2 + BLOCK * 128)
-    return CONSUMERS * ROWS * dim * (2 + 4) + keys_and_values + 8 * (2 + 4 * stages)
+def shared_bytes(dim: int) -> int:
+    """Size of `Shared` in hopper_attention.cu: queries, keys and values, ones, merged splits, two items, barriers."""
+    keys_and_values = STAGES[dim] * (2 * BLOCK * dim * 2 + BLOCK * 128)
+    barriers = 8 * (4 + 2 * CONSUMERS + 4 * STAGES[dim])
+    return CONSUMERS * ROWS * dim * (2 + 4) + keys_and_values + 2 * 32 + barriers
 
 
 def _plan(rows: AttentionRows, sequences: np.ndarray, kv_heads: int, group: int, dim: int) -> _Items:
     key = ("hopper", kv_heads, group, sequences.tobytes())
     if key not in rows.plans:
         items = plan_items(rows.counts, rows.most_keys, sequences, kv_heads, group, dim)
-        rows.plans[key] = _Items(torch.from_numpy(items).to(rows.starts.device))
+        device = rows.starts.device
+        counters = torch.zeros(2, dtype=torch.int32, device=device)
+        rows.plans[key] = _Items(torch.from_numpy(items).to(device), counters)
     return rows.plans[key]
 
 

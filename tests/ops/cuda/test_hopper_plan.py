@@ -40,7 +40,7 @@ def test_what_cannot_stay_in_the_cache_together_is_not_mixed() -> None:
 
 
 def test_shared_memory_fits_and_shapes_are_told_apart() -> None:
-    assert all(shared_bytes(dim, hopper_attention.STAGES) + 1024 <= MAX_SHARED for dim in hopper_attention.DIMS)
+    assert all(shared_bytes(dim) + 1024 <= MAX_SHARED for dim in hopper_attention.DIMS)
     assert serves(AttentionShape(32, 8, 128, 16))
     assert serves(AttentionShape(32, 8, 64))
     assert not serves(AttentionShape(32, 8, 256)), "its accumulators do not fit"
