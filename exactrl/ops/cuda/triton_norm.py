@@ -59,6 +59,12 @@ def _padded(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
+def _warps(p: int) -> int:
+    """Decides time, never bits. 4 for 4096: a thread then holds elements 1024 apart, and a step of the tree that adds
+    them asks no other warp (backward of 8192 rows of 2560 on an H200: 117 us, with 8 warps 196 us)."""
+    return warps_for(p if p <= 2048 else p // 2)
+
+
 def forward(
     h: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -71,7 +77,7 @@ def forward(
     y = torch.empty(rows, n, dtype=w.dtype, device=h.device)
     row_stride(w)
     rms_norm_kernel[(rows,)](
-        h, x, w, h_out, y, row_stride(h), 0 if x is None else row_stride(x), eps, n, p, num_warps=warps_for(p), **EXACT
+        h, x, w, h_out, y, row_stride(h), 0 if x is None else row_stride(x), eps, n, p, num_warps=_warps(p), **EXACT
     )
     return h_out, y
 
@@ -92,6 +98,6 @@ def backward(
     dx = None if x_dtype == h.dtype else torch.empty(rows, n, dtype=x_dtype, device=h.device)
     parts = torch.empty(jobs, n, dtype=torch.float32, device=h.device) if with_weight else None
     rms_norm_backward_kernel[(jobs,)](
-        h, w, dy, extra, dh, dx, parts, rows, row_stride(h), eps, n, p, JOB, num_warps=warps_for(p), **EXACT
+        h, w, dy, extra, dh, dx, parts, rows, row_stride(h), eps, n, p, JOB, num_warps=_warps(p), **EXACT
     )
     return dh, dh if dx is None else dx, parts
