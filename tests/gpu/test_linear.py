@@ -81,6 +81,24 @@ def split_k(x, w, dtype, leaves):
     return torch.addmm(first, x[:, half:], w[:, half:].T, out_dtype=torch.float32).to(dtype)
 
 
+def test_results_that_nobody_wrote_are_refused_though_their_memory_held_the_right_ones() -> None:
+    from exactrl.ops.cuda.matmul import Implementation
+    from exactrl.parity.certify import Rows, certify_linear
+    from exactrl.parity.gpu_timing import linear_times
+
+    def unwritten(x, w, dtype, leaves):
+        return torch.empty(x.shape[0], w.shape[0], dtype=dtype, device=x.device)
+
+    serves = lambda shape, m: True  # noqa: E731
+    reference = available()["reference"]
+    again = Implementation("again", reference.product, serves)  # two right results, so that the third memory has one
+    offered = {"reference": reference, "again": again, "unwritten": Implementation("unwritten", unwritten, serves)}
+    result = certify_linear(LinearShape(1024, 512), offered, Rows(every=64, most=64), linear_times)
+    (refusal,) = result.refused
+    assert refusal.implementation == "unwritten"
+    assert refusal.failing_rows == 64
+
+
 def test_split_k_put_in_by_hand_is_refused_with_its_first_difference(tmp_path, monkeypatch) -> None:
     from exactrl.ops.cuda.machine import machine
     from exactrl.ops.cuda.matmul import Implementation
