@@ -208,7 +208,7 @@ def main() -> None:
     arguments = parsed()
     begin = time.perf_counter()
     determinism.apply()
-    rows, available = Rows(most=arguments.max_rows), implementations()
+    rows, available = Rows(most=arguments.max_rows, step=arguments.step), implementations()
     leaves = () if arguments.no_leaves else (2, 4, 8)
     pairs = [(model, op) for op in arguments.ops for model in arguments.models]
     every = [shapes_of(model)[op] for model, op in pairs]
@@ -238,6 +238,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS, help="measured in this order")
     parser.add_argument("--max-rows", type=int, default=16384)
+    parser.add_argument("--step", type=int, default=8, help="rows in a range with one choice, to 256 rows")
     parser.add_argument("--no-leaves", action="store_true", help="only one leaf")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no further shape is begun")
     parser.add_argument("--merge", type=earlier_result, help="an earlier result, for what this run does not measure")

@@ -31,10 +31,12 @@ Case = tuple[int, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which numbers of rows are checked. `ends` are the ends of the ranges that get a choice of their own."""
+    """Which numbers of rows are checked. `ends` are the ends of the ranges that get a choice of their own, `step` rows
+    each up to `every`."""
 
     every: int = 256
     most: int = 16384
+    step: int = 8
 
     def sampled(self) -> list[int]:
         """Above `every`: powers of two and their neighbours, and numbers without a factor that kernels like."""
@@ -60,7 +62,7 @@ class Rows:
         return [*range(1, self.every + 1), *self.sampled()]
 
     def ends(self) -> list[int]:
-        small = [m for m in (1, 2, 4, *range(8, self.every, 8)) if m < self.every]
+        small = [m for m in (1, 2, 4, 8, *range(self.step, self.every, self.step)) if m < self.every]
         large = []
         m = self.every * 2
         while m < self.most:

@@ -72,6 +72,8 @@ def test_rows_are_every_one_then_a_sample() -> None:
     assert 256 in rows.ends()
     assert rows.ends() == sorted(set(rows.ends()))
     assert Rows(every=8, most=8).checked() == list(range(1, 9))
+    assert Rows(most=512).ends() == [1, 2, 4, *range(8, 257, 8), 512]
+    assert Rows(most=512, step=64).ends() == [1, 2, 4, 8, 64, 128, 192, 256, 512]
 
 
 def test_an_exact_implementation_is_chosen_and_all_ranges_are_covered() -> None:
