@@ -16,12 +16,10 @@ import torch
 from exactrl.contract import LinearShape
 from exactrl.ops.cuda import nvrtc
 
-AT_ONCE = {1: 132, 2: 132, 3: 126, 4: 128}
-"""Blocks that run at once on an H100 or H200 by the size of their clusters, each inside 16 or 18 multiprocessors."""
-CLUSTERS = {1: ((1, 1),), 2: ((1, 1), (2, 1)), 3: ((1, 1), (1, 2), (3, 1)), 4: ((1, 1), (2, 1), (2, 2), (4, 1))}
-"""Row tiles -> clusters that are offered: row tiles x column tiles."""
+AT_ONCE = 132
+"""Blocks that run at once on an H100 or H200, alone or in pairs (in clusters of three 117, in clusters of four 120)."""
 CHUNK = 64  # inputs: 128 bytes, one span of the swizzle
-ROWS = 64  # of x, which one warpgroup multiplies
+TALL_SIDE = 64  # rows of the operand that the matrix unit takes 64 rows of
 MOST_COLUMNS = 256  # of one instruction
 MOST_ROWS = 256  # above, tiles are large enough without this
 MOST_STAGES = 64
@@ -30,26 +28,34 @@ RESERVED = 1024 + 1024  # bytes: alignment and barriers
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`columns` outputs per block, `chunks` of K per stage, `warpgroups` of 64 rows; clusters of `tall` blocks that
-    share weights by `wide` blocks that share rows of x."""
+    """`columns` outputs and `rows` of x per block, `chunks` of K per stage. With `swap` the weights are on the matrix
+    unit's side of 64 rows, and x may have any multiple of 8. Pairs of blocks may share their weights."""
 
     columns: int
     chunks: int = 1
-    warpgroups: int = 1
-    tall: int = 1
-    wide: int = 1
+    rows: int = TALL_SIDE
+    swap: bool = False
+    pair: bool = False
+    zero: bool = False
+    far: bool = False
+    near: bool = False
 
     @property
-    def cluster(self) -> int:
-        return self.tall * self.wide
+    def tall(self) -> int:
+        return 2 if self.pair else 1
 
     @property
-    def rows(self) -> int:
-        return ROWS * self.warpgroups
+    def warpgroups(self) -> int:
+        return -(-self.columns // TALL_SIDE) if self.swap else 1
+
+    def padded(self, rows: int) -> int:
+        """Rows that a tile of `rows` takes in shared memory."""
+        return self.rows if self.swap or self.zero else _up(rows, 8)
 
     def __str__(self) -> str:
-        cluster = f"-c{self.tall}x{self.wide}" if self.cluster > 1 else ""
-        return f"{self.rows}x{self.columns}x{self.chunks * CHUNK}{cluster}"
+        flags = ("-swap" if self.swap else "") + ("-pair" if self.pair else "") + ("-zero" if self.zero else "")
+        flags += ("-far" if self.far else "") + ("-near" if self.near else "")
+        return f"{self.rows}x{self.columns}x{self.chunks * CHUNK}{flags}"
 
 
 def _up(value: int, multiple: int) -> int:
@@ -57,28 +63,26 @@ def _up(value: int, multiple: int) -> int:
 
 
 def tiles(cut: Cut, m: int, n: int) -> tuple[int, int]:
-    """(row tiles, column tiles), whole clusters of them."""
-    return _up(-(-m // cut.rows), cut.tall), _up(-(-n // cut.columns), cut.wide)
+    """(row tiles, column tiles), whole pairs of them."""
+    return _up(-(-m // cut.rows), cut.tall), -(-n // cut.columns)
 
 
-def one_wave(n: int, row_tiles: int, tall: int = 1, wide: int = 1) -> int | None:
+def one_wave(n: int, row_tiles: int) -> int | None:
     """The fewest columns per block with which all blocks run at once; None if one instruction has fewer."""
-    clusters = AT_ONCE[tall * wide] // (tall * wide)
-    columns = _up(-(-n // (clusters // (row_tiles // tall) * wide)), 8)
+    columns = _up(-(-n // (AT_ONCE // row_tiles)), 8)
     return columns if columns <= MOST_COLUMNS else None
 
 
 @functools.lru_cache(maxsize=4096)
 def cuts(shape: LinearShape) -> frozenset[Cut]:
-    """What is offered for one shape, for each number of row tiles: blocks alone and in clusters."""
+    """What is offered for one shape, for each number of row tiles."""
     if shape.leaves != 1 or shape.n % 8 or shape.k % CHUNK:
         return frozenset()
     found = set()
-    for row_tiles, clusters in CLUSTERS.items():
-        for tall, wide in clusters:
-            columns = one_wave(shape.n, row_tiles, tall, wide)
-            if columns and columns <= shape.n:
-                found.add(Cut(columns, _chunks(columns), 1, tall, wide))
+    for row_tiles in range(1, MOST_ROWS // TALL_SIDE + 1):
+        columns = one_wave(shape.n, row_tiles)
+        if columns and columns <= shape.n:
+            found |= {Cut(columns, _chunks(columns), pair=pair) for pair in {False, row_tiles == 2}}
     return frozenset(cut for cut in found if shape.k % (CHUNK * cut.chunks) == 0)
 
 
@@ -88,8 +92,7 @@ def _chunks(columns: int) -> int:
 
 def every_cut() -> list[Cut]:
     """Those that are offered for one shape or another."""
-    clusters = dict.fromkeys(cluster for each in CLUSTERS.values() for cluster in each)
-    return [Cut(n, _chunks(n), 1, *cluster) for n in range(8, MOST_COLUMNS + 1, 8) for cluster in clusters]
+    return [Cut(n, _chunks(n), pair=pair) for n in range(8, MOST_COLUMNS + 1, 8) for pair in (False, True)]
 
 
 def fits(cut: Cut, shape: LinearShape, m: int) -> bool:
@@ -97,22 +100,23 @@ def fits(cut: Cut, shape: LinearShape, m: int) -> bool:
     if m > MOST_ROWS or cut not in cuts(shape):
         return False
     row_tiles, column_tiles = tiles(cut, m, shape.n)
-    return row_tiles * column_tiles <= AT_ONCE[cut.cluster]
+    return row_tiles * column_tiles <= AT_ONCE
 
 
 def source(cut: Cut, out: str) -> str:
     """CUDA C++ of one variant; `out` is float or bfloat16."""
-    count = cut.columns // 2
+    wide = cut.rows if cut.swap else cut.columns
+    count = wide // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(acc[{i}])' for i in range(count))
     instruction = (
         f'asm volatile("{{\\n.reg .pred accumulate;\\nsetp.ne.b32 accumulate, 1, 0;\\n'
-        f"wgmma.mma_async.sync.aligned.m64n{cut.columns}k16.f32.bf16.bf16 {{{registers}}}, %{count}, %{count + 1}, "
+        f"wgmma.mma_async.sync.aligned.m64n{wide}k16.f32.bf16.bf16 {{{registers}}}, %{count}, %{count + 1}, "
         f'accumulate, 1, 1, 0, 0;\\n}}" : {outputs} : "l"(a), "l"(b))'
     )
     defined = {
-        "BN": cut.columns, "CHUNKS": cut.chunks, "WARPGROUPS": cut.warpgroups, "TALL": cut.tall, "WIDE": cut.wide,
-        "TOut": out, "WGMMA(acc, a, b)": instruction,
+        "COLUMNS": cut.columns, "ROWS": cut.rows, "SWAP": int(cut.swap), "CHUNKS": cut.chunks,
+        "WARPGROUPS": cut.warpgroups, "TALL": cut.tall, "TOut": out, "WGMMA(acc, a, b)": instruction,
     }  # fmt: skip
     head = "".join(f"#define {name} {value}\n" for name, value in defined.items())
     return head + (Path(__file__).parent / "wgmma_matmul.cu").read_text()
@@ -124,9 +128,10 @@ def _kernel(cut: Cut, out: str) -> nvrtc.Kernel:
 
 
 def stages(cut: Cut, rows: int) -> int:
-    """As many as fit into shared memory with `rows` of x per tile, and what is read beyond a short tile."""
-    beyond = cut.rows * 128
-    return min(MOST_STAGES, (nvrtc.MAX_SHARED - RESERVED - beyond) // (cut.chunks * 128 * (_up(rows, 8) + cut.columns)))
+    """As many as fit into shared memory with `rows` of x per tile, and what is read beyond a tile of under 64 rows."""
+    beyond = TALL_SIDE * 128
+    stage = cut.chunks * 128 * (cut.padded(rows) + cut.columns)
+    return min(MOST_STAGES, (nvrtc.MAX_SHARED - RESERVED - beyond) // stage)
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int, cut: Cut) -> torch.Tensor:
@@ -141,7 +146,7 @@ def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int
     kernel = _kernel(cut, "float" if out_dtype == torch.float32 else "bfloat16")
     kernel.launch(
         (row_tiles * column_tiles, 1, 1), 128 * cut.warpgroups + 32,
-        [x_map, w_map, y, m, n, k // (CHUNK * cut.chunks), rows, _up(rows, 8) * 128, row_tiles, stages(cut, rows)],
-        cluster=cut.cluster,
+        [x_map, w_map, y, m, n, k // (CHUNK * cut.chunks), rows, cut.padded(rows), row_tiles, stages(cut, rows), column_tiles if cut.far else 0],
+        cluster=2 if cut.near else cut.tall,
     )  # fmt: skip
     return y
