@@ -146,27 +146,27 @@ def one_leaf(model: str, op: str, rows: Rows, available: Mapping[str, Implementa
     return result, row
 
 
-def with_leaves(models: list[str], rows: Rows, available: Mapping[str, Implementation], one: Mapping, begin: float):
-    """The row-parallel linears with 2, 4 and 8 leaves, as time over their one-leaf choice."""
-    results, points = {}, []
+def with_leaves(model: str, rows: Rows, available: Mapping[str, Implementation], one: Mapping, begin: float):
+    """The row-parallel linears of one model with 2, 4 and 8 leaves, as time over their one-leaf choice."""
+    results, points = [], []
     ms = [2**i for i in range(rows.most.bit_length()) if 2**i <= rows.most]
-    for model in models:
-        for leaves in (2, 4, 8):
-            for op, shape in shapes_of(model, leaves).items():
-                result = results[model, op, leaves] = certify_linear(shape, available, rows, linear_times)
-                names = [chosen(result, m) for m in ms]
-                values = []
-                for m, name in zip(ms, names, strict=True):
-                    plain = available[chosen(one[model, op], m)].product
-                    one_leaf = lambda x, w, dtype, _, plain=plain: plain(x, w, dtype, 1)  # noqa: E731
-                    values.append(ratio(*against(shape, m, available[name].product, one_leaf, 9)))
-                points.append({
-                    "model": model, "op": op, **asdict(shape), "m": ms, "implementation": runs(ms, names),
-                    "time_over_one_leaf": [round(v, 4) for v in values],
-                })  # fmt: skip
-                shown = " ".join(f"{m}:{v:.2f}" for m, v in zip(ms, values, strict=True))
-                print(f"{model:5} {op:5} {leaves} leaves  {shown}  {time.perf_counter() - begin:4.0f} s", flush=True)
-                torch.cuda.empty_cache()
+    for leaves in (2, 4, 8):
+        for op, shape in shapes_of(model, leaves).items():
+            result = certify_linear(shape, available, rows, linear_times)
+            names = [chosen(result, m) for m in ms]
+            values = []
+            for m, name in zip(ms, names, strict=True):
+                plain = available[chosen(one[model, op], m)].product
+                one_leaf = lambda x, w, dtype, _, plain=plain: plain(x, w, dtype, 1)  # noqa: E731
+                values.append(ratio(*against(shape, m, available[name].product, one_leaf, 9)))
+            results.append(result)
+            points.append({
+                "model": model, "op": op, **asdict(shape), "m": ms, "implementation": runs(ms, names),
+                "time_over_one_leaf": [round(v, 4) for v in values],
+            })  # fmt: skip
+            shown = " ".join(f"{m}:{v:.2f}" for m, v in zip(ms, values, strict=True))
+            print(f"{model:5} {op:5} {leaves} leaves  {shown}  {time.perf_counter() - begin:4.0f} s", flush=True)
+            torch.cuda.empty_cache()
     return results, points
 
 
@@ -216,20 +216,23 @@ def main() -> None:
     compile_all(list(dict.fromkeys(every)), rows.checked())
     print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     one: dict[Any, LinearResult] = {}
+    results: list[LinearResult] = []
     points: list[dict[str, Any]] = []
     mismatched = 0
-    for i, (model, op) in enumerate(pairs):  # what is measured is kept, should the rest be cut short
+    todo = [("one leaf", model, op) for model, op in pairs] + [("leaves", m, "") for m in arguments.models if leaves]
+    for i, (kind, model, op) in enumerate(todo):  # what is measured is kept, should the rest be cut short
         if time.perf_counter() - begin > arguments.seconds:
-            print(f"not measured, --seconds {arguments.seconds} are over: {pairs[i:]}", flush=True)
+            print(f"not measured, --seconds {arguments.seconds} are over: {todo[i:]}", flush=True)
             break
-        one[model, op], row = one_leaf(model, op, rows, available, begin)
-        points.append(row)
-        mismatched += chosen_mismatches([one[model, op]])
-        write(points, [], list(one.values()), mismatched, arguments)
-    if leaves:
-        more, leaf_points = with_leaves(arguments.models, rows, available, one, begin)
-        mismatched += chosen_mismatches(more.values())
-        write(points, leaf_points, [*one.values(), *more.values()], mismatched, arguments)
+        if kind == "leaves":
+            more, found = with_leaves(model, rows, available, one, begin)
+        else:
+            one[model, op], row = one_leaf(model, op, rows, available, begin)
+            more, found = [one[model, op]], [row]
+        results += more
+        points += found
+        mismatched += chosen_mismatches(more)
+        write(points, results, mismatched, arguments)
     print(f"{time.perf_counter() - begin:.0f} s")
 
 
@@ -244,8 +247,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--merge", type=earlier_result, help="an earlier result, for what this run does not measure")
     parser.add_argument("--machine", default="h200", help="suffix of the result file")
     arguments = parser.parse_args()
-    if not arguments.no_leaves and (not set(arguments.ops) >= {"o", "down"} or arguments.seconds != math.inf):
-        parser.error("leaves are measured against one leaf: leave --ops and --seconds out, or add --no-leaves")
+    if not arguments.no_leaves and not set(arguments.ops) >= {"o", "down"}:
+        parser.error("leaves are measured against one leaf of o and down: name both in --ops, or add --no-leaves")
     return arguments
 
 
@@ -266,13 +269,12 @@ def merged(points: list[dict], old: dict[str, Any] | None) -> tuple[list[dict], 
 
 def write(
     points: list[dict],
-    leaf_points: list[dict],
     results: list[LinearResult],
     mismatched: int,
     arguments: argparse.Namespace,
 ) -> None:
     """Result file and certificate; prints the summary. Elements are those compared in this run."""
-    rows, runs = merged([*points, *leaf_points], arguments.merge)
+    rows, runs = merged(points, arguments.merge)
     summary = summary_of(
         [row for row in rows if "speed_ratio" in row], [row for row in rows if "time_over_one_leaf" in row]
     ) | {
