@@ -1,20 +1,20 @@
 // y = x W^T on Hopper for few rows and long K: one fp32 accumulator per output in the matrix unit, K ascending, rounded
 // once. The same bits as triton_matmul.py; what differs is who loads what when.
 //
-// x [M, K] and w [N, K] are bf16, K a multiple of a stage's inputs. A block multiplies at most ROWS rows of x with COLUMNS
-// rows of w; one warp copies both into a ring of stages through the bulk copy engine, WARPGROUPS multiply. The matrix unit
-// takes 64 rows of one operand: of x, or, with SWAP, of w for each warpgroup. The other may have any multiple of eight. A
-// cluster of TALL blocks has different rows of x and one set of rows of w: they take turns in loading a chunk for all.
+// x [M, K] and w [N, K] are bf16, K a multiple of a stage's inputs. A block multiplies some rows of x with COLUMNS rows of w;
+// one warp copies both into a ring of stages through the bulk copy engine, WARPGROUPS multiply. The matrix unit takes 64
+// rows of one operand: of x, or, with SWAP, 64 rows of w for each warpgroup. Of the other it takes WIDE rows, a multiple of
+// 8. Two blocks (TALL) may form a cluster: they have different rows of x and take turns in loading w for both.
 //
-// Compiled with: COLUMNS and ROWS (multiples of 8), SWAP, CHUNKS (of 64 inputs each, in one stage), WARPGROUPS, TALL, TOut
-// (float or bfloat16) and WGMMA (the instruction for COLUMNS, or ROWS with SWAP; see wgmma_matmul.py).
+// Compiled with: COLUMNS (a multiple of 8), SWAP, WIDE (COLUMNS, or the most rows of x with SWAP), CHUNKS (of 64 inputs each,
+// in one stage), WARPGROUPS, TALL, TOut (float or bfloat16) and WGMMA (the instruction; see wgmma_matmul.py).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(64) TensorMap { u64 words[16]; };
 struct bfloat16 { unsigned short bits; };
 
-constexpr int ACCUMULATORS = (SWAP ? ROWS : COLUMNS) / 2;  // of one thread
+constexpr int ACCUMULATORS = WIDE / 2;  // of one thread
 constexpr int ROW_BYTES = 128;  // a chunk's part of one row: one swizzle span
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull;
 
@@ -95,7 +95,7 @@ __device__ __forceinline__ void store(bfloat16 *y, float a) {
 // TALL; `stages` at most 64.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, 1)
 wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, TOut *y, int M,
-             int N, int steps, int rows, int padded_rows, int row_tiles, int stages, int far) {
+             int N, int steps, int rows, int padded_rows, int row_tiles, int stages) {
     extern __shared__ __align__(1024) unsigned char raw[];
     constexpr int W_BYTES = COLUMNS * ROW_BYTES;
     const u32 base = (shared_address(raw) + 1023) & ~1023u;
@@ -105,10 +105,9 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
 
     const int thread = threadIdx.x, rank = TALL > 1 ? rank_in_cluster() : 0;
     const int cluster = blockIdx.x / TALL, row_clusters = row_tiles / TALL;
-    // The last tile is moved back to end with the matrix; some elements are then stored twice, with the same bits.
-    const int row_cluster = far ? cluster / far : cluster % row_clusters, column_tile = far ? cluster % far : cluster / row_clusters;
-    const int row0 = max(min((row_cluster * TALL + rank) * rows, M - rows), 0);
-    const int column0 = max(min(column_tile * COLUMNS, N - COLUMNS), 0);
+    // Neighbouring blocks share w. The last tile is moved back to end with the matrix; some elements are then stored twice, with the same bits.
+    const int row0 = max(min((cluster % row_clusters * TALL + rank) * rows, M - rows), 0);
+    const int column0 = max(min(cluster / row_clusters * COLUMNS, N - COLUMNS), 0);
 
     if (thread == 0) {
         for (int s = 0; s < stages; s++) {
@@ -117,7 +116,7 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    // Rows that are not there are zeros, which cost the matrix unit less power than what the memory happens to hold.
+    // Rows that are not there are zeros: power bounds the clock here, and zeros take less than what memory happens to hold.
     const int missing = (padded_rows - rows) * ROW_BYTES / 16;
     for (int i = thread; i < stages * CHUNKS * missing; i += blockDim.x) {
         const int slot = i / missing, stage = slot / CHUNKS, chunk = slot % CHUNKS;
@@ -180,7 +179,7 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
             if (SWAP && r < COLUMNS && column0 + r < N) {
                 TOut *to = y + (long long)row0 * N + column0 + r;
 #pragma unroll
-                for (int i = 0; i < ROWS / 4; i++) {
+                for (int i = 0; i < WIDE / 4; i++) {
                     const int row = i / 2 * 8 + wide + i % 2;
                     if (row < rows && row0 + row < M) store(to + (long long)row * N, acc[i / 2 * 4 + 2 * half + i % 2]);
                 }
