@@ -4,7 +4,7 @@ Certifies the shapes of four Qwen3 models, then measures what the certificate ch
 flags (split-K allowed), at every M to 16, every seventh to 256 and at powers of two to 16384. Weights are cold,
 activations warm, both sides replay CUDA graphs in turn; a ratio is the median of pairwise ratios. Points under 0.95 are
 measured again for longer, and the second figure counts. Leaves: the same at powers of two, as time over one leaf.
-`--merge FILE` takes what this run did not measure from an earlier result; every row names its run.
+`--merge FILE …` takes what this run did not measure from earlier results, the last that has it; rows name their run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ def main() -> None:
     arguments = parsed()
     begin = time.perf_counter()
     determinism.apply()
-    rows, available = Rows(most=arguments.max_rows, step=arguments.step), implementations()
+    rows, available = Rows(most=arguments.max_rows), implementations()
     leaves = () if arguments.no_leaves else (2, 4, 8)
     pairs = [(model, op) for op in arguments.ops for model in arguments.models]
     every = [shapes_of(model)[op] for model, op in pairs]
@@ -225,7 +225,7 @@ def main() -> None:
             print(f"not measured, --seconds {arguments.seconds} are over: {todo[i:]}", flush=True)
             break
         if kind == "leaves":
-            more, found = with_leaves(model, rows, available, one, begin)
+            more, found = with_leaves(model, replace(rows, step=arguments.leaf_step), available, one, begin)
         else:
             one[model, op], row = one_leaf(model, op, rows, available, begin)
             more, found = [one[model, op]], [row]
@@ -241,10 +241,16 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS, help="measured in this order")
     parser.add_argument("--max-rows", type=int, default=16384)
-    parser.add_argument("--step", type=int, default=8, help="rows in a range with one choice, to 256 rows")
+    parser.add_argument("--leaf-step", type=int, default=8, help="rows in a range with one choice, to 256 rows")
     parser.add_argument("--no-leaves", action="store_true", help="only one leaf")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no further shape is begun")
-    parser.add_argument("--merge", type=earlier_result, help="an earlier result, for what this run does not measure")
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        type=earlier_result,
+        default=[],
+        help="earlier results, for what this run does not measure",
+    )
     parser.add_argument("--machine", default="h200", help="suffix of the result file")
     arguments = parser.parse_args()
     if not arguments.no_leaves and not set(arguments.ops) >= {"o", "down"}:
@@ -256,15 +262,19 @@ def earlier_result(path: str) -> dict[str, Any]:
     return json.loads(Path(path).read_text())
 
 
-def merged(points: list[dict], old: dict[str, Any] | None) -> tuple[list[dict], list[dict]]:
-    """(rows, runs): `points`, whose run comes last, after the rows of `old` that they do not replace."""
-    if old is None:
-        return points, []
-    runs = old.get("runs", []) or [{key: old[key] for key in (*RUN, "versions") if key in old}]
+def merged(points: list[dict], earlier: list[dict[str, Any]]) -> tuple[list[dict], list[dict]]:
+    """(rows, runs): `points`, whose run comes last, after the rows of earlier results that are not replaced."""
     key = lambda row: (row["model"], row["op"], row["leaves"])  # noqa: E731
-    measured = {key(row) for row in points}
-    kept = [{"run": 0, **row} for row in old["rows"] if key(row) not in measured]
-    return [*kept, *({"run": len(runs), **row} for row in points)], runs
+    found: dict[Any, dict] = {}
+    before: list[dict[str, Any]] = []
+    for old in earlier:
+        found |= {key(row): {**row, "run": len(before) + row.get("run", 0)} for row in old["rows"]}
+        before += old.get("runs", []) or [{key: old[key] for key in (*RUN, "versions") if key in old}]
+    if not before:
+        return points, []
+    found |= {key(row): {**row, "run": len(before)} for row in points}
+    used = sorted({row["run"] for row in found.values()} | {len(before)})
+    return [{**row, "run": used.index(row["run"])} for row in found.values()], [before[i] for i in used[:-1]]
 
 
 def write(
