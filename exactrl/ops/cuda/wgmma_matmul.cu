@@ -165,6 +165,8 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
             }
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            // One step late. Of two neighbouring steps the other block of a pair has loaded part, after its own stage was
+            // free: it cannot meet two arrivals from here in one phase.
             if (step && lane < TALL) arrive_at(before, lane);
             before = empty + 8 * s;
             if (++s == stages) s = 0, parity ^= 1;
