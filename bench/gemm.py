@@ -4,7 +4,7 @@ Certifies the shapes of four Qwen3 models, then measures what the certificate ch
 flags (split-K allowed), at every M to 16, every seventh to 256 and at powers of two to 16384. Weights are cold,
 activations warm, both sides replay CUDA graphs in turn; a ratio is the median of pairwise ratios. Points under 0.95 are
 measured again for longer, and the second figure counts. Leaves: the same at powers of two, as time over one leaf.
-`--merge FILE` takes what this run did not measure from an earlier result; every row names its run.
+`--merge FILE …` takes what this run did not measure from earlier results, the last that has it; rows name their run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,27 +146,27 @@ def one_leaf(model: str, op: str, rows: Rows, available: Mapping[str, Implementa
     return result, row
 
 
-def with_leaves(models: list[str], rows: Rows, available: Mapping[str, Implementation], one: Mapping, begin: float):
-    """The row-parallel linears with 2, 4 and 8 leaves, as time over their one-leaf choice."""
-    results, points = {}, []
+def with_leaves(model: str, rows: Rows, available: Mapping[str, Implementation], one: Mapping, begin: float):
+    """The row-parallel linears of one model with 2, 4 and 8 leaves, as time over their one-leaf choice."""
+    results, points = [], []
     ms = [2**i for i in range(rows.most.bit_length()) if 2**i <= rows.most]
-    for model in models:
-        for leaves in (2, 4, 8):
-            for op, shape in shapes_of(model, leaves).items():
-                result = results[model, op, leaves] = certify_linear(shape, available, rows, linear_times)
-                names = [chosen(result, m) for m in ms]
-                values = []
-                for m, name in zip(ms, names, strict=True):
-                    plain = available[chosen(one[model, op], m)].product
-                    one_leaf = lambda x, w, dtype, _, plain=plain: plain(x, w, dtype, 1)  # noqa: E731
-                    values.append(ratio(*against(shape, m, available[name].product, one_leaf, 9)))
-                points.append({
-                    "model": model, "op": op, **asdict(shape), "m": ms, "implementation": runs(ms, names),
-                    "time_over_one_leaf": [round(v, 4) for v in values],
-                })  # fmt: skip
-                shown = " ".join(f"{m}:{v:.2f}" for m, v in zip(ms, values, strict=True))
-                print(f"{model:5} {op:5} {leaves} leaves  {shown}  {time.perf_counter() - begin:4.0f} s", flush=True)
-                torch.cuda.empty_cache()
+    for leaves in (2, 4, 8):
+        for op, shape in shapes_of(model, leaves).items():
+            result = certify_linear(shape, available, rows, linear_times)
+            names = [chosen(result, m) for m in ms]
+            values = []
+            for m, name in zip(ms, names, strict=True):
+                plain = available[chosen(one[model, op], m)].product
+                one_leaf = lambda x, w, dtype, _, plain=plain: plain(x, w, dtype, 1)  # noqa: E731
+                values.append(ratio(*against(shape, m, available[name].product, one_leaf, 9)))
+            results.append(result)
+            points.append({
+                "model": model, "op": op, **asdict(shape), "m": ms, "implementation": runs(ms, names),
+                "time_over_one_leaf": [round(v, 4) for v in values],
+            })  # fmt: skip
+            shown = " ".join(f"{m}:{v:.2f}" for m, v in zip(ms, values, strict=True))
+            print(f"{model:5} {op:5} {leaves} leaves  {shown}  {time.perf_counter() - begin:4.0f} s", flush=True)
+            torch.cuda.empty_cache()
     return results, points
 
 
@@ -216,20 +216,23 @@ def main() -> None:
     compile_all(list(dict.fromkeys(every)), rows.checked())
     print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     one: dict[Any, LinearResult] = {}
+    results: list[LinearResult] = []
     points: list[dict[str, Any]] = []
     mismatched = 0
-    for i, (model, op) in enumerate(pairs):  # what is measured is kept, should the rest be cut short
+    todo = [("one leaf", model, op) for model, op in pairs] + [("leaves", m, "") for m in arguments.models if leaves]
+    for i, (kind, model, op) in enumerate(todo):  # what is measured is kept, should the rest be cut short
         if time.perf_counter() - begin > arguments.seconds:
-            print(f"not measured, --seconds {arguments.seconds} are over: {pairs[i:]}", flush=True)
+            print(f"not measured, --seconds {arguments.seconds} are over: {todo[i:]}", flush=True)
             break
-        one[model, op], row = one_leaf(model, op, rows, available, begin)
-        points.append(row)
-        mismatched += chosen_mismatches([one[model, op]])
-        write(points, [], list(one.values()), mismatched, arguments)
-    if leaves:
-        more, leaf_points = with_leaves(arguments.models, rows, available, one, begin)
-        mismatched += chosen_mismatches(more.values())
-        write(points, leaf_points, [*one.values(), *more.values()], mismatched, arguments)
+        if kind == "leaves":
+            more, found = with_leaves(model, replace(rows, step=arguments.leaf_step), available, one, begin)
+        else:
+            one[model, op], row = one_leaf(model, op, rows, available, begin)
+            more, found = [one[model, op]], [row]
+        results += more
+        points += found
+        mismatched += chosen_mismatches(more)
+        write(points, results, mismatched, arguments)
     print(f"{time.perf_counter() - begin:.0f} s")
 
 
@@ -238,13 +241,20 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS, help="measured in this order")
     parser.add_argument("--max-rows", type=int, default=16384)
+    parser.add_argument("--leaf-step", type=int, default=8, help="rows in a range with one choice, to 256 rows")
     parser.add_argument("--no-leaves", action="store_true", help="only one leaf")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no further shape is begun")
-    parser.add_argument("--merge", type=earlier_result, help="an earlier result, for what this run does not measure")
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        type=earlier_result,
+        default=[],
+        help="earlier results, for what this run does not measure",
+    )
     parser.add_argument("--machine", default="h200", help="suffix of the result file")
     arguments = parser.parse_args()
-    if not arguments.no_leaves and (not set(arguments.ops) >= {"o", "down"} or arguments.seconds != math.inf):
-        parser.error("leaves are measured against one leaf: leave --ops and --seconds out, or add --no-leaves")
+    if not arguments.no_leaves and not set(arguments.ops) >= {"o", "down"}:
+        parser.error("leaves are measured against one leaf of o and down: name both in --ops, or add --no-leaves")
     return arguments
 
 
@@ -252,26 +262,29 @@ def earlier_result(path: str) -> dict[str, Any]:
     return json.loads(Path(path).read_text())
 
 
-def merged(points: list[dict], old: dict[str, Any] | None) -> tuple[list[dict], list[dict]]:
-    """(rows, runs): `points`, whose run comes last, after the rows of `old` that they do not replace."""
-    if old is None:
-        return points, []
-    runs = old.get("runs", []) or [{key: old[key] for key in (*RUN, "versions") if key in old}]
+def merged(points: list[dict], earlier: list[dict[str, Any]]) -> tuple[list[dict], list[dict]]:
+    """(rows, runs): `points`, whose run comes last, after the rows of earlier results that are not replaced."""
     key = lambda row: (row["model"], row["op"], row["leaves"])  # noqa: E731
-    measured = {key(row) for row in points}
-    kept = [{"run": 0, **row} for row in old["rows"] if key(row) not in measured]
-    return [*kept, *({"run": len(runs), **row} for row in points)], runs
+    found: dict[Any, dict] = {}
+    before: list[dict[str, Any]] = []
+    for old in earlier:
+        found |= {key(row): {**row, "run": len(before) + row.get("run", 0)} for row in old["rows"]}
+        before += old.get("runs", []) or [{key: old[key] for key in (*RUN, "versions") if key in old}]
+    if not before:
+        return points, []
+    found |= {key(row): {**row, "run": len(before)} for row in points}
+    used = sorted({row["run"] for row in found.values()} | {len(before)})
+    return [{**row, "run": used.index(row["run"])} for row in found.values()], [before[i] for i in used[:-1]]
 
 
 def write(
     points: list[dict],
-    leaf_points: list[dict],
     results: list[LinearResult],
     mismatched: int,
     arguments: argparse.Namespace,
 ) -> None:
     """Result file and certificate; prints the summary. Elements are those compared in this run."""
-    rows, runs = merged([*points, *leaf_points], arguments.merge)
+    rows, runs = merged(points, arguments.merge)
     summary = summary_of(
         [row for row in rows if "speed_ratio" in row], [row for row in rows if "time_over_one_leaf" in row]
     ) | {

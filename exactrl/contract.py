@@ -128,14 +128,19 @@ class Choice:
     implementation: str
 
 
+KERNEL_DIGESTS = {"linears": "linear_kernels", "attention": "attention_kernels"}
+"""Part of a certificate -> the entry of `machine` with the digest of its kernels' sources."""
+
+
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """What may run on one machine: for each linear, ranges of rows without gaps, from 1 upwards; for each attention one
-    implementation of each kind."""
+    implementation of each kind. `outdated` names parts left out because their kernels' sources have changed."""
 
     machine: Mapping[str, str]
     linears: Mapping[LinearShape, tuple[Choice, ...]]
     attention: Mapping[AttentionShape, Mapping[str, str]] = field(default_factory=dict)
+    outdated: tuple[str, ...] = ()
 
     def attends(self, shape: AttentionShape, kind: str) -> str:
         """The implementation of this kind. Raises CertificationError where none is certified."""
@@ -143,7 +148,8 @@ class Certificate:
         if name := self.attention.get(shape, {}).get(kind):
             return name
         raise CertificationError(
-            f"no {kind} kernel is certified for {shape} on this machine; run: exactrl certify MODEL"
+            f"no {kind} kernel is certified for {shape} on this machine{self._since('attention')}; "
+            "run: exactrl certify MODEL"
         )
 
     def max_rows(self, shape: LinearShape) -> int:
@@ -160,13 +166,27 @@ class Certificate:
         if choices := self.linears.get(shape):
             return choices
         raise CertificationError(
-            f"no kernel is certified for {shape} on this machine; run: exactrl certify MODEL"
+            f"no kernel is certified for {shape} on this machine{self._since('linears')}; run: exactrl certify MODEL"
             + (f" --k-leaves {shape.leaves}" if shape.leaves > 1 else "")
         )
 
+    def _since(self, part: str) -> str:
+        return f" since the sources of {KERNEL_DIGESTS[part]} changed" if part in self.outdated else ""
+
 
 def machine_digest(machine: Mapping[str, str]) -> str:
-    return hashlib.blake2b(json.dumps(dict(machine), sort_keys=True).encode(), digest_size=8).hexdigest()
+    """Without our kernels' sources: each part of a certificate depends on its own."""
+    return hashlib.blake2b(json.dumps(_without_kernels(machine), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _without_kernels(machine: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in machine.items() if key not in KERNEL_DIGESTS.values()}
+
+
+def current(content: Mapping[str, Any], machine: Mapping[str, str], part: str) -> bool:
+    """Whether this part of a certificate file is of the kernels that are here now."""
+    key = KERNEL_DIGESTS[part]
+    return bool(content["machine"].get(key) == machine.get(key))
 
 
 def cache_folder() -> Path:
@@ -195,7 +215,8 @@ def certificate_path(machine: Mapping[str, str]) -> Path:
 
 
 def read_certificate(machine: Mapping[str, str]) -> Certificate:
-    """The certificate of `machine`: device, driver and library digests, all of which must be those certified.
+    """The certificate of `machine`: device, driver and library digests, all of which must be those certified. Linears
+    or attention are left out when the sources of their kernels have changed since.
 
     Raises CertificationError when there is none, naming what changed since the newest certificate of the same device.
     """
@@ -203,7 +224,7 @@ def read_certificate(machine: Mapping[str, str]) -> Certificate:
     if not path.exists():
         raise CertificationError(f"{_why_none(machine)}; run: exactrl certify MODEL")
     content = load_certificate(path)
-    if content["machine"] != dict(machine):
+    if _without_kernels(content["machine"]) != _without_kernels(machine):
         raise CertificationError(
             f"{path} is the certificate of another machine; delete it and run: exactrl certify MODEL"
         )
@@ -212,9 +233,15 @@ def read_certificate(machine: Mapping[str, str]) -> Certificate:
             Choice(c["m_min"], c["m_max"], c["implementation"]) for c in entry["choices"]
         )
         for entry in content["linears"]
+        if current(content, machine, "linears")
     }
-    attention = {AttentionShape(**entry["shape"]): dict(entry["choices"]) for entry in content["attention"]}
-    return Certificate(content["machine"], linears, attention)
+    attention = {
+        AttentionShape(**entry["shape"]): dict(entry["choices"])
+        for entry in content["attention"]
+        if current(content, machine, "attention")
+    }
+    outdated = tuple(part for part in KERNEL_DIGESTS if content[part] and not current(content, machine, part))
+    return Certificate(dict(machine), linears, attention, outdated)
 
 
 def load_certificate(path: Path) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from typing import Any
 
 from exactrl.contract import (
     CERTIFICATE_FORMAT,
+    KERNEL_DIGESTS,
     AttentionShape,
     LinearShape,
     certificate_folder,
     certificate_path,
+    current,
     load_certificate,
     write_cached,
 )
@@ -47,12 +49,14 @@ def attention_shapes(config: ModelConfig, order: str = "canonical") -> list[Atte
 def write_certificate(
     machine: Mapping[str, str], results: Sequence[LinearResult] = (), attention: Sequence[AttentionResult] = ()
 ) -> Path:
-    """Adds results to the machine's certificate; a shape certified again replaces what was there.
+    """Adds results to the machine's certificate; a shape certified again replaces what was there. What was certified
+    of kernels whose sources have changed is dropped.
 
     Raises EnvironmentProblem when the cache folder cannot be written.
     """
     path = certificate_path(machine)
-    before = load_certificate(path) if path.exists() else {"linears": [], "attention": []}
+    before: dict[str, Any] = load_certificate(path) if path.exists() else {"linears": [], "attention": []}
+    before |= {part: [] for part in KERNEL_DIGESTS if before[part] and not current(before, machine, part)}
     linears = {LinearShape(**entry["shape"]): entry for entry in before["linears"]}
     linears |= {result.shape: result.to_json() for result in results}
     attends = {AttentionShape(**entry["shape"]): entry for entry in before["attention"]}

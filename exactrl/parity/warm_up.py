@@ -1,5 +1,5 @@
 """Compiles GPU kernels in several processes before they are compared: DeepGEMM and Triton compile at first use, one
-after another, and a certification meets about a hundred of them. NVRTC needs only tenths of a second."""
+after another, and a certification meets about a hundred of them; NVRTC needs tenths of a second for each of ours."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def _attend(shape: AttentionShape, name: str) -> None:
 
 
 def tasks(shapes: Sequence[LinearShape], ms: Sequence[int]) -> list[Task]:
-    """Triton kernels do not depend on M, N and K: one shape per output type and leaves. DeepGEMM picks by M."""
-    names = tuple(implementations())
+    """Triton kernels do not depend on M, N and K: one shape per output type and leaves. DeepGEMM picks by M, and so do
+    ours in CUDA C++, in steps of at least 24 rows."""
+    offered = implementations()
+    names = tuple(offered)
     kinds = {(s.out_dtype, min(s.leaves, 4), s.k // s.leaves % 256): s for s in shapes}
     triton = [
         (shape, (1,), (name,)) for shape in kinds.values() for name in names if name.startswith(("triton", "reference"))
@@ -65,7 +67,13 @@ def tasks(shapes: Sequence[LinearShape], ms: Sequence[int]) -> list[Task]:
     for shape in shapes if "deepgemm" in names else ():
         fitting = [m for m in ms if m * shape.n <= MOST_OUTPUTS]
         deepgemm += [(shape, tuple(fitting[i : i + 32]), ("deepgemm",)) for i in range(0, len(fitting), 32)]
-    return [*triton, *deepgemm]
+    cuda = {
+        (name, shape.out_dtype, shape.n): (shape, (1, *(m for m in ms if m <= 256 and m % 24 == 0), 256), (name,))
+        for name in names
+        for shape in shapes
+        if name.startswith("cuda:") and offered[name].serves(shape, 1)
+    }
+    return [*triton, *deepgemm, *cuda.values()]
 
 
 def _run(shape: LinearShape, ms: tuple[int, ...], names: tuple[str, ...]) -> None:

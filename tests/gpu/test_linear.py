@@ -11,12 +11,14 @@ from exactrl.contract import LinearShape, read_certificate
 from exactrl.errors import CertificationError
 from exactrl.ops.cuda.linear import certified_product, linear
 from exactrl.parity.adversarial import KINDS, linear_inputs
+from exactrl.parity.certify import spoil
 from exactrl.parity.compare import differing
 from tests.gpu.digests import COMMITTED, digests
 
 SHAPES = [
     LinearShape(1024, 3072),
     LinearShape(2560, 4096),
+    LinearShape(4096, 1024),
     LinearShape(5000, 1024, "float32"),
     *(LinearShape(1024, 3072, leaves=n) for n in (2, 4, 8)),
 ]
@@ -38,6 +40,7 @@ def test_every_kernel_of_ours_has_the_bits_of_the_reference(shape: LinearShape, 
     for m in MS:
         for name, implementation in found.items():
             if name != "cublas" and implementation.serves(shape, m):
+                spoil(expected[:m])
                 y = implementation.product(x[:m], w, dtype, shape.leaves)
                 assert not differing(y, expected[:m]).any(), (name, m)
 
@@ -79,6 +82,24 @@ def split_k(x, w, dtype, leaves):
     half = x.shape[1] // 2
     first = torch.mm(x[:, :half], w[:, :half].T, out_dtype=torch.float32)
     return torch.addmm(first, x[:, half:], w[:, half:].T, out_dtype=torch.float32).to(dtype)
+
+
+def test_results_that_nobody_wrote_are_refused_though_their_memory_held_the_right_ones() -> None:
+    from exactrl.ops.cuda.matmul import Implementation
+    from exactrl.parity.certify import Rows, certify_linear
+    from exactrl.parity.gpu_timing import linear_times
+
+    def unwritten(x, w, dtype, leaves):
+        return torch.empty(x.shape[0], w.shape[0], dtype=dtype, device=x.device)
+
+    serves = lambda shape, m: True  # noqa: E731
+    reference = available()["reference"]
+    again = Implementation("again", reference.product, serves)  # two right results, so that the third memory has one
+    offered = {"reference": reference, "again": again, "unwritten": Implementation("unwritten", unwritten, serves)}
+    result = certify_linear(LinearShape(1024, 512), offered, Rows(every=64, most=64), linear_times)
+    (refusal,) = result.refused
+    assert refusal.implementation == "unwritten"
+    assert refusal.failing_rows == 64
 
 
 def test_split_k_put_in_by_hand_is_refused_with_its_first_difference(tmp_path, monkeypatch) -> None:

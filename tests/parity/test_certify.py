@@ -72,6 +72,8 @@ def test_rows_are_every_one_then_a_sample() -> None:
     assert 256 in rows.ends()
     assert rows.ends() == sorted(set(rows.ends()))
     assert Rows(every=8, most=8).checked() == list(range(1, 9))
+    assert Rows(most=512).ends() == [1, 2, 4, *range(8, 257, 8), 512]
+    assert Rows(most=512, step=64).ends() == [1, 2, 4, 8, 64, 128, 192, 256, 512]
 
 
 def test_an_exact_implementation_is_chosen_and_all_ranges_are_covered() -> None:
@@ -184,6 +186,31 @@ def test_a_changed_library_forces_certification_anew(cache) -> None:
         read_certificate({**MACHINE, "deep_gemm": "cccc"})
     with pytest.raises(CertificationError, match="no certificate for this machine"):
         read_certificate({**MACHINE, "device": "Other GPU"})
+
+
+OLD = {**MACHINE, "linear_kernels": "1111", "attention_kernels": "2222"}
+
+
+def test_other_sources_of_attention_leave_the_linears_certified(cache) -> None:
+    path = write_certificate(OLD, [certify()])
+    found = read_certificate({**OLD, "attention_kernels": "3333"})
+    assert set(found.linears) == {SHAPE}
+    assert not found.outdated, "no attention was certified"
+    write_certificate({**OLD, "attention_kernels": "3333"}, [LinearResult(LinearShape(8, 8), [], [], 1, 1)])
+    assert [entry["shape"]["n"] for entry in json.loads(path.read_text())["linears"]] == [8, SHAPE.n]
+
+
+def test_other_sources_of_the_linears_void_their_part(cache) -> None:
+    path = write_certificate(OLD, [certify()])
+    new = {**OLD, "linear_kernels": "4444"}
+    found = read_certificate(new)
+    assert not found.linears
+    assert found.outdated == ("linears",)
+    with pytest.raises(CertificationError, match=r"since the sources of linear_kernels changed; run: exactrl certify"):
+        found.implementation(SHAPE, 1)
+    write_certificate(new, [LinearResult(LinearShape(8, 8), [], [], 1, 1)])
+    assert [entry["shape"]["n"] for entry in json.loads(path.read_text())["linears"]] == [8]
+    assert not read_certificate(OLD).linears, "the file is of the new kernels now"
 
 
 def test_a_certificate_copied_under_another_machines_name_is_refused(cache) -> None:

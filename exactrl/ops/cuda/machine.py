@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import re
@@ -12,8 +13,12 @@ from pathlib import Path
 
 import torch
 
+from exactrl.contract import KERNEL_DIGESTS
 from exactrl.ops.cuda import nvrtc
 
+FOLDER = Path(__file__).parent
+ROOTS = {"linears": ("matmul.py",), "attention": ("attention.py", "fa3_attention.py")}
+"""Part of a certificate -> the sources that list its implementations."""
 LOADED = ("libcublas.so", "libcublasLt.so", "libnvrtc")
 
 
@@ -33,17 +38,42 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": _triton(),
-        "kernels": kernels_digest(),
+        **{key: kernels_digest(part) for part, key in KERNEL_DIGESTS.items()},
         **libraries,
         **({"deep_gemm": _deep_gemm()} if find_spec("deep_gemm") else {}),
         **({"flash_attn_3": _flash_attn_3()} if find_spec("flash_attn_3") else {}),
     }
 
 
-def kernels_digest() -> str:
-    """Of the sources of this folder."""
-    folder = Path(__file__).parent
-    return _digest([p.read_bytes() for suffix in ("py", "cu", "cuh") for p in sorted(folder.glob(f"*.{suffix}"))])
+def kernels_digest(part: str | None = None) -> str:
+    """Of the sources behind one part of a certificate; of all of this folder without `part`."""
+    names = kernel_sources(part) if part else [p.name for p in FOLDER.iterdir() if p.suffix in (".py", ".cu", ".cuh")]
+    return _digest([(FOLDER / name).read_bytes() for name in sorted(names)])
+
+
+def kernel_sources(part: str) -> set[str]:
+    """Names of files of this folder: the roots, what they import from it, and the CUDA sources they name."""
+    found: set[str] = set()
+    waiting = list(ROOTS[part])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _named_in(FOLDER / name) if name.endswith(".py") else ()
+    return found
+
+
+def _named_in(path: Path) -> set[str]:
+    """Modules of this folder that are imported anywhere in a file, and its string constants that name a file here."""
+    package, names = __name__.rpartition(".")[0], set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            names |= {f"{alias.name}.py" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{package}."):
+            names.add(f"{node.module.removeprefix(f'{package}.')}.py")
+        elif isinstance(node, ast.Constant) and str(node.value).endswith((".cu", ".cuh")):
+            names.add(str(node.value))
+    return {name for name in names if (FOLDER / name).is_file()}
 
 
 def driver_version() -> str:

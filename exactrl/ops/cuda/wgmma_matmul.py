@@ -1,8 +1,8 @@
 """y = x Wᵀ for few rows and long K in CUDA C++: the kernel of wgmma_matmul.cu, how it is cut, and where it is offered.
 
-One accumulator per output leaves only as many blocks as there are output tiles, and one multiprocessor takes in at most
-64 bytes per cycle. What helps: output tiles that are no power of two, so that one wave of them fills the machine, and
-loading no row of x that is not there. Triton can do neither.
+One accumulator per output leaves only as many blocks as there are output tiles. What helps: output tiles that are no
+power of two, so that one wave of them fills the machine; loading no row of x that is not there; and, from about 130
+rows, where power bounds the clock, multiplying no such row either. Triton can do neither.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import torch
 from exactrl.contract import LinearShape
 from exactrl.ops.cuda import nvrtc
 
-AT_ONCE = {1: 132, 2: 132, 3: 126, 4: 128}
-"""Blocks that run at once on an H100 or H200 by the size of their clusters, each inside 16 or 18 multiprocessors."""
+AT_ONCE = 132
+"""Blocks that run at once on an H100 or H200, alone or in pairs (in clusters of three 117, in clusters of four 120)."""
 CHUNK = 64  # inputs: 128 bytes, one span of the swizzle
-ROWS = 64  # of x, which one warpgroup multiplies
-MOST_COLUMNS = 256  # of one instruction
+TALL_SIDE = 64  # rows of one operand of a warpgroup's instruction
+WIDEST = 256  # rows of the other
+NARROW = 80  # columns; wider tiles leave room for few stages of two chunks
+NARROWEST_SWAPPED = 40  # fewer rows of x are left to the other cuts
 MOST_ROWS = 256  # above, tiles are large enough without this
 MOST_STAGES = 64
 RESERVED = 1024 + 1024  # bytes: alignment and barriers
@@ -28,14 +30,36 @@ RESERVED = 1024 + 1024  # bytes: alignment and barriers
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`columns` outputs per block, `chunks` of K per stage, clusters of `cluster` blocks that share their weights."""
+    """`columns` outputs per block, `chunks` of K per stage; 64 rows of x, or, with `swap`, as many as one wave leaves
+    to a block. With `pair` two blocks with different rows of x share their weights."""
 
     columns: int
     chunks: int = 1
-    cluster: int = 1
+    swap: bool = False
+    pair: bool = False
+
+    @property
+    def warpgroups(self) -> int:
+        return -(-self.columns // TALL_SIDE) if self.swap else 1
+
+    @property
+    def tall(self) -> int:
+        return 2 if self.pair else 1
+
+    def wide(self, rows: int) -> int:
+        """Width of the instruction for tiles of `rows` of x."""
+        return max(_up(rows, 8), NARROWEST_SWAPPED) if self.swap else self.columns
+
+    def padded(self, rows: int) -> int:
+        """Rows that a tile of `rows` takes in shared memory; those that are not there are zeros. Narrow tiles are
+        bound by memory, not by power, and rather have more stages than all 64 rows that are multiplied."""
+        if self.swap:
+            return self.wide(rows)
+        return TALL_SIDE if self.columns > NARROW else _up(rows, 8)
 
     def __str__(self) -> str:
-        return f"{ROWS}x{self.columns}x{self.chunks * CHUNK}{f'-c{self.cluster}' if self.cluster > 1 else ''}"
+        rows = "swap" if self.swap else TALL_SIDE
+        return f"{rows}x{self.columns}x{self.chunks * CHUNK}{'-pair' if self.pair else ''}"
 
 
 def _up(value: int, multiple: int) -> int:
@@ -43,37 +67,50 @@ def _up(value: int, multiple: int) -> int:
 
 
 def tiles(cut: Cut, m: int, n: int) -> tuple[int, int]:
-    """(row tiles, column tiles); a cluster is a column of row tiles."""
-    return _up(-(-m // ROWS), cut.cluster), -(-n // cut.columns)
+    """(row tiles, column tiles), whole pairs of them."""
+    column_tiles = -(-n // cut.columns)
+    if cut.swap:
+        return min(AT_ONCE // column_tiles, -(-m // 8)), column_tiles
+    return _up(-(-m // TALL_SIDE), cut.tall), column_tiles
 
 
-def one_wave(n: int, row_tiles: int, cluster: int = 1) -> int | None:
+def one_wave(n: int, row_tiles: int) -> int | None:
     """The fewest columns per block with which all blocks run at once; None if one instruction has fewer."""
-    columns = _up(-(-n // (AT_ONCE[cluster] // row_tiles)), 8)
-    return columns if columns <= MOST_COLUMNS else None
+    columns = _up(-(-n // (AT_ONCE // row_tiles)), 8)
+    return columns if columns <= WIDEST else None
 
 
 @functools.lru_cache(maxsize=4096)
 def cuts(shape: LinearShape) -> frozenset[Cut]:
-    """What is offered for one shape: for each number of row tiles, alone and as clusters that share their weights."""
+    """What is offered for one shape, for each number of row tiles."""
     if shape.leaves != 1 or shape.n % 8 or shape.k % CHUNK:
         return frozenset()
     found = set()
-    for row_tiles in range(1, MOST_ROWS // ROWS + 1):
-        for cluster in dict.fromkeys((1, row_tiles)):
-            columns = one_wave(shape.n, row_tiles, cluster)
-            if columns and columns <= shape.n:
-                found.add(Cut(columns, _chunks(columns), cluster))
+    for row_tiles in range(1, MOST_ROWS // TALL_SIDE + 1):
+        columns = one_wave(shape.n, row_tiles)
+        if columns and columns <= shape.n:
+            found |= {Cut(columns, _chunks(columns), pair=pair) for pair in {False, row_tiles == 2}}
+            found |= {Cut(width, swap=True) for width in _swapped(columns, row_tiles) if width <= shape.n}
     return frozenset(cut for cut in found if shape.k % (CHUNK * cut.chunks) == 0)
 
 
 def _chunks(columns: int) -> int:
-    return 2 if columns <= 80 else 1  # wider tiles leave room for few stages
+    return 2 if columns <= NARROW else 1
+
+
+def _swapped(columns: int, row_tiles: int) -> set[int]:
+    """Widths at which swapping pays, in whole or nearly whole 64s of one or two warpgroups."""
+    if row_tiles < 3 or not TALL_SIDE <= columns <= 2 * TALL_SIDE:
+        return set()
+    whole = _up(columns, TALL_SIDE)
+    return {columns, whole} if row_tiles == 3 else {columns} & {whole}
 
 
 def every_cut() -> list[Cut]:
     """Those that are offered for one shape or another."""
-    return [Cut(n, _chunks(n), cluster) for n in range(8, MOST_COLUMNS + 1, 8) for cluster in AT_ONCE]
+    columns = range(8, WIDEST + 1, 8)
+    alone = [Cut(n, _chunks(n), pair=pair) for n in columns for pair in (False, True)]
+    return alone + [Cut(n, swap=True) for n in columns if TALL_SIDE <= n <= 2 * TALL_SIDE]
 
 
 def fits(cut: Cut, shape: LinearShape, m: int) -> bool:
@@ -81,36 +118,37 @@ def fits(cut: Cut, shape: LinearShape, m: int) -> bool:
     if m > MOST_ROWS or cut not in cuts(shape):
         return False
     row_tiles, column_tiles = tiles(cut, m, shape.n)
-    return row_tiles * column_tiles <= AT_ONCE[cut.cluster]
+    return row_tiles * column_tiles <= AT_ONCE
 
 
-def source(cut: Cut, out: str) -> str:
+def source(cut: Cut, wide: int, out: str) -> str:
     """CUDA C++ of one variant; `out` is float or bfloat16."""
-    count = cut.columns // 2
+    count = wide // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(acc[{i}])' for i in range(count))
     instruction = (
         f'asm volatile("{{\\n.reg .pred accumulate;\\nsetp.ne.b32 accumulate, 1, 0;\\n'
-        f"wgmma.mma_async.sync.aligned.m64n{cut.columns}k16.f32.bf16.bf16 {{{registers}}}, %{count}, %{count + 1}, "
+        f"wgmma.mma_async.sync.aligned.m64n{wide}k16.f32.bf16.bf16 {{{registers}}}, %{count}, %{count + 1}, "
         f'accumulate, 1, 1, 0, 0;\\n}}" : {outputs} : "l"(a), "l"(b))'
     )
     defined = {
-        "BN": cut.columns, "CHUNKS": cut.chunks, "CLUSTER": cut.cluster, "TOut": out,
-        "WGMMA(acc, a, b)": instruction,
+        "COLUMNS": cut.columns, "SWAP": int(cut.swap), "WIDE": wide, "CHUNKS": cut.chunks,
+        "WARPGROUPS": cut.warpgroups, "TALL": cut.tall, "TOut": out, "WGMMA(acc, a, b)": instruction,
     }  # fmt: skip
     head = "".join(f"#define {name} {value}\n" for name, value in defined.items())
     return head + (Path(__file__).parent / "wgmma_matmul.cu").read_text()
 
 
 @functools.cache
-def _kernel(cut: Cut, out: str) -> nvrtc.Kernel:
-    return nvrtc.Kernel(source(cut, out), "wgmma_matmul", shared=nvrtc.MAX_SHARED - 1024)
+def _kernel(cut: Cut, wide: int, out: str) -> nvrtc.Kernel:
+    return nvrtc.Kernel(source(cut, wide, out), "wgmma_matmul", shared=nvrtc.MAX_SHARED - 1024)
 
 
 def stages(cut: Cut, rows: int) -> int:
-    """As many as fit into shared memory with `rows` of x per tile, and what is read beyond a short tile."""
-    beyond = ROWS * 128
-    return min(MOST_STAGES, (nvrtc.MAX_SHARED - RESERVED - beyond) // (cut.chunks * 128 * (_up(rows, 8) + cut.columns)))
+    """As many as fit into shared memory with `rows` of x per tile, and what is read beyond a tile of under 64 rows."""
+    beyond = TALL_SIDE * 128
+    stage = cut.chunks * 128 * (cut.padded(rows) + cut.columns)
+    return min(MOST_STAGES, (nvrtc.MAX_SHARED - RESERVED - beyond) // stage)
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int, cut: Cut) -> torch.Tensor:
@@ -122,10 +160,10 @@ def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     x_map = nvrtc.tensor_map(x, (CHUNK, m, k // CHUNK), (1, x.stride(0), CHUNK), (CHUNK, rows, 1))
     w_map = nvrtc.tensor_map(w, (CHUNK, n, k // CHUNK), (1, w.stride(0), CHUNK), (CHUNK, cut.columns, 1))
-    kernel = _kernel(cut, "float" if out_dtype == torch.float32 else "bfloat16")
+    kernel = _kernel(cut, cut.wide(rows), "float" if out_dtype == torch.float32 else "bfloat16")
     kernel.launch(
-        (row_tiles * column_tiles, 1, 1), 128 + 32,
-        [x_map, w_map, y, m, n, k // (CHUNK * cut.chunks), rows, _up(rows, 8) * 128, row_tiles, stages(cut, rows)],
-        cluster=cut.cluster,
+        (row_tiles * column_tiles, 1, 1), 128 * cut.warpgroups + 32,
+        [x_map, w_map, y, m, n, k // (CHUNK * cut.chunks), rows, cut.padded(rows), row_tiles, stages(cut, rows)],
+        cluster=cut.tall,
     )  # fmt: skip
     return y

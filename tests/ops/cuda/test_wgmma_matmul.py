@@ -23,7 +23,7 @@ SHAPES = [
 @pytest.mark.parametrize(("n", "row_tiles", "columns"), [(2560, 1, 24), (5120, 2, 80), (5120, 4, 160), (4096, 3, 96)])
 def test_the_narrowest_tile_whose_blocks_run_at_once(n: int, row_tiles: int, columns: int) -> None:
     assert one_wave(n, row_tiles) == columns
-    assert -(-n // columns) * row_tiles <= AT_ONCE[1] < -(-n // (columns - 8)) * row_tiles
+    assert -(-n // columns) * row_tiles <= AT_ONCE < -(-n // (columns - 8)) * row_tiles
 
 
 def test_no_instruction_is_wide_enough_for_a_large_output_in_one_wave() -> None:
@@ -40,9 +40,10 @@ def test_what_is_offered_fits_the_machine_and_stays_offered_for_fewer_rows(shape
         assert shape.k % (64 * cut.chunks) == 0
         for m in served:
             row_tiles, column_tiles = tiles(cut, m, shape.n)
-            assert row_tiles % cut.cluster == 0
-            assert row_tiles * column_tiles <= AT_ONCE[cut.cluster]
-            assert row_tiles * 64 >= m
+            assert row_tiles % cut.tall == 0, "a pair is whole"
+            assert row_tiles * column_tiles <= AT_ONCE
+            rows = -(-m // row_tiles)
+            assert rows <= (cut.wide(rows) if cut.swap else 64)
             assert column_tiles * cut.columns >= shape.n
 
 
@@ -67,24 +68,43 @@ def test_the_list_of_implementations_names_every_cut_once() -> None:
     assert {cut for shape in SHAPES for cut in cuts(shape)} <= set(every_cut())
 
 
-@pytest.mark.parametrize("rows", [1, 8, 33, 64])
+@pytest.mark.parametrize("rows", [1, 8, 33, 64, 88])
 def test_stages_and_what_is_read_beyond_the_last_fit_into_shared_memory(rows: int) -> None:
-    for cut in every_cut():
-        depth, padded_rows = stages(cut, rows), -(-rows // 8) * 8
+    for cut in (cut for cut in every_cut() if cut.swap or rows <= 64):
+        depth, padded_rows = stages(cut, rows), cut.padded(rows)
         stage = cut.chunks * (padded_rows + cut.columns) * 128
+        assert padded_rows % 8 == 0
+        assert padded_rows >= rows
         assert depth >= 3, cut  # one being multiplied, one being released, one on its way
-        # barriers, alignment, the ring, and a tile of 64 rows read from where the last stage's x begins
-        last_chunk = depth * stage - stage + (cut.chunks - 1) * padded_rows * 128
-        assert 1024 + 1024 + max(depth * stage, last_chunk + 64 * 128) <= nvrtc.MAX_SHARED, cut
+        # barriers, alignment, the ring, and 64 rows read from where the last stage's x, or w for a warpgroup, begins
+        last_x = depth * stage - stage + (cut.chunks - 1) * padded_rows * 128
+        last_w = depth * stage - (cut.columns - 64 * (cut.warpgroups - 1)) * 128
+        assert 1024 + 1024 + max(depth * stage, (last_w if cut.swap else last_x) + 64 * 128) <= nvrtc.MAX_SHARED, cut
 
 
-def test_the_instruction_names_as_many_registers_as_the_tile_has_accumulators() -> None:
-    text = source(Cut(40, 2), "float")
-    assert "m64n40k16" in text
-    (registers,) = re.findall(r"bf16\.bf16 \{([^}]*)\}, %20, %21", text)
-    assert registers.split(", ") == [f"%{i}" for i in range(20)]
-    assert text.count('"+f"(acc[') - text.count('"+f"(acc[i])') == 20
-    assert "#define CHUNKS 2\n#define CLUSTER 1\n#define TOut float\n" in text
+@pytest.mark.parametrize(("n", "widths"), [(5120, {120, 128}), (4096, {96, 128}), (2560, {64}), (1024, set())])
+def test_weights_are_swapped_where_they_fill_their_side_of_the_matrix_unit(n: int, widths: set[int]) -> None:
+    assert {cut.columns for cut in cuts(LinearShape(n, 8192)) if cut.swap} == widths
+
+
+@pytest.mark.parametrize(("m", "wide"), [(1, 40), (120, 40), (121, 48), (144, 48), (145, 56), (200, 72), (256, 88)])
+def test_swapped_tiles_multiply_no_eight_rows_of_x_that_are_not_there(m: int, wide: int) -> None:
+    cut = Cut(120, swap=True)
+    row_tiles, _ = tiles(cut, m, 5120)
+    rows = -(-m // row_tiles)
+    assert (cut.wide(rows), cut.padded(rows)) == (wide, wide)
+
+
+def test_the_instruction_names_as_many_registers_as_a_thread_has_accumulators() -> None:
+    for cut, wide in ((Cut(40, 2), 40), (Cut(120, swap=True), 72)):
+        text = source(cut, wide, "float")
+        assert f"m64n{wide}k16" in text
+        (registers,) = re.findall(rf"bf16\.bf16 \{{([^}}]*)\}}, %{wide // 2}, %{wide // 2 + 1}", text)
+        assert registers.split(", ") == [f"%{i}" for i in range(wide // 2)]
+        assert text.count('"+f"(acc[') - text.count('"+f"(acc[i])') == wide // 2
+        assert f"#define WIDE {wide}\n" in text
+        assert f"#define SWAP {int(cut.swap)}\n" in text
+        assert f"#define WARPGROUPS {cut.warpgroups}\n" in text
 
 
 def test_without_a_gpu_none_is_offered() -> None:
