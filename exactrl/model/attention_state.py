@@ -11,28 +11,17 @@ from exactrl.ops import Ops
 from exactrl.ops.attention import Rows, new_pages, packed_attention, paged_attention, write_kv
 from exactrl.ops.attention_plain import new_pages_plain, packed_attention_plain, padded_rows, paged_attention_plain
 from exactrl.ops.interface import ModelOps
-from exactrl.ops.qkv import HeadShape, RopeTable
-from exactrl.ops.weight import Weight
+from exactrl.ops.qkv import HeadShape
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.binding import CudaOps
+    from exactrl.ops.interface import HeadArguments
 
 Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class AttentionState(Protocol):
-    def qkv(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        wq: Weight,
-        wk: Weight,
-        rope: RopeTable,
-        positions: torch.Tensor,
-        shape: HeadShape,
-        eps: float,
-        seen: bool,
-    ) -> Tensors:
+    def qkv(self, layer: int, x: torch.Tensor, heads: HeadArguments, seen: bool) -> Tensors:
         """x [T, (H + 2 HK) D] -> q [T, H, D], k and v [T, HK, D]. A fused kernel may put k and v where attention reads
         them and return None for both, unless they are `seen` by a probe."""
         ...
@@ -68,19 +57,8 @@ class _Separate:
 
     ops: Ops
 
-    def qkv(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        wq: Weight,
-        wk: Weight,
-        rope: RopeTable,
-        positions: torch.Tensor,
-        shape: HeadShape,
-        eps: float,
-        seen: bool,
-    ) -> Tensors:
-        return self.ops.qkv(x, wq, wk, rope, positions, shape, eps)
+    def qkv(self, layer: int, x: torch.Tensor, heads: HeadArguments, seen: bool) -> Tensors:
+        return self.ops.qkv(x, *heads)
 
 
 class PackedState(_Separate):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from exactrl.ops.qkv import HeadShape, RopeTable
-from exactrl.ops.weight import Weight
+from exactrl.ops.qkv import HeadShape
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.binding import CudaOps, CudaRows
+    from exactrl.ops.interface import HeadArguments
 
 
 class CudaPackedState:
@@ -20,10 +20,9 @@ class CudaPackedState:
         self.ops, self.rows = ops, rows
 
     def qkv(
-        self, layer: int, x: torch.Tensor, wq: Weight, wk: Weight, rope: RopeTable, positions: torch.Tensor,
-        shape: HeadShape, eps: float, seen: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        return self.ops.qkv(x, wq, wk, rope, positions, shape, eps)
+        self, layer: int, x: torch.Tensor, heads: HeadArguments, seen: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return self.ops.qkv(x, *heads)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         assert k is not None, "packed attention has no cache"
@@ -42,10 +41,9 @@ class CudaPagedState:
         self.pages = [ops.new_pages(num_pages, shape, dtype) for _ in range(layers)]
 
     def qkv(
-        self, layer: int, x: torch.Tensor, wq: Weight, wk: Weight, rope: RopeTable, positions: torch.Tensor,
-        shape: HeadShape, eps: float, seen: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        q = self.ops.qkv_into_cache(x, wq, wk, rope, positions, shape, eps, self.rows, self.pages[layer])
+        self, layer: int, x: torch.Tensor, heads: HeadArguments, seen: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        q = self.ops.qkv_into_cache(x, heads, self.rows, self.pages[layer])
         if not seen:
             return q, None, None
         k, v = (pages.flatten(0, 1)[self.rows.slots] for pages in self.pages[layer])

@@ -130,9 +130,8 @@ def write_folder(
         if size and size + n > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.detach().to(
-            "cpu", copy=True
-        )  # slices of fused weights share memory, which the format refuses
+        # slices of fused weights share memory, which the format refuses
+        shards[-1][name] = tensor.detach().to("cpu", copy=True)
         size += n
     raw = {**config.to_json(), "torch_dtype": dtype}
     if "dtype" in raw:  # the newer spelling of torch_dtype

@@ -106,9 +106,8 @@ class Qwen3(nn.Module):
         for i, layer in enumerate(self.layers):
             y = see(f"layers.{i}.input_norm", y)
             qkv = see(f"layers.{i}.qkv_proj", ops.linear(y, layer.qkv))
-            q, k, v = state.qkv(
-                i, qkv, layer.q_norm, layer.k_norm, self.rope, positions, self.shape, eps, see is not unchanged
-            )
+            heads = (layer.q_norm, layer.k_norm, self.rope, positions, self.shape, eps)
+            q, k, v = state.qkv(i, qkv, heads, see is not unchanged)
             q = see(f"layers.{i}.q", q)
             if k is not None and v is not None:
                 k, v = see(f"layers.{i}.k", k), see(f"layers.{i}.v", v)

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from exactrl.ops.qkv import HeadShape, RopeTable
     from exactrl.ops.weight import Weight
 
+    HeadArguments = tuple[Weight, Weight, RopeTable, torch.Tensor, HeadShape, float]
+    """What ModelOps.qkv takes besides x: weights of the q and k norms, rotary table, positions, shape, epsilon."""
+
 
 class BatchRows(Protocol):
     """Which query rows a batch holds, as the attention of one device reads it."""

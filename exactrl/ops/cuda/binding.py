@@ -27,6 +27,7 @@ from exactrl.ops.rows import row_owners, row_slots
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.matmul import Product
+    from exactrl.ops.interface import HeadArguments
     from exactrl.ops.qkv import HeadShape, RopeTable
     from exactrl.ops.weight import Weight
 
@@ -98,11 +99,11 @@ class CudaOps:
         return qkv(x, wq.rows(), wk.rows(), rope, positions, shape, eps, **masters)
 
     def qkv_into_cache(
-        self, x: torch.Tensor, wq: Weight, wk: Weight, rope: RopeTable, positions: torch.Tensor, shape: HeadShape,
-        eps: float, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
+        self, x: torch.Tensor, heads: HeadArguments, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         """q [T, H, D]; k and v of every row are in the pages afterwards."""
         assert rows.slots is not None, "packed rows have no cache"
+        wq, wk, rope, positions, shape, eps = heads
         return qkv_into_cache(x, wq.rows(), wk.rows(), rope, positions, shape, eps, *pages, rows.slots)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:

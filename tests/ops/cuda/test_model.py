@@ -106,7 +106,7 @@ def test_what_a_probe_sees_and_what_attention_reads_are_the_same() -> None:
         x = torch.linspace(-1, 1, 5 * 8 * 16).view(5, 128).half()
         layer = made.layers[0]
         arguments = (layer.q_norm, layer.k_norm, made.rope, torch.arange(5), made.shape, 1e-6)
-        q, k, v = state.qkv(0, x, *arguments, seen)
+        q, k, v = state.qkv(0, x, arguments, seen)
         assert (k is None, v is None) == (not seen, not seen)
         outs.append(state.attend(0, q, k, v))
         if seen:
