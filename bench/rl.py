@@ -46,6 +46,7 @@ def make_models(folder: Path) -> None:
 
 
 def recipes(models: Path, out: Path, steps: int) -> dict[str, Config]:
+    """`models`: the folder that make_models was given."""
     tiny = [("run.device", "cuda"), ("run.out", str(out / "tiny"))]
     prompts = out / "prompts.jsonl"
     prompts.write_text(
@@ -76,7 +77,7 @@ def run(name: str, config: Config) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--make-models", type=Path, help="only make the model folder below this one")
-    parser.add_argument("--models", type=Path, help="where --make-models put it")
+    parser.add_argument("--models", type=Path, default=Path(), help="where --make-models put it")
     parser.add_argument("--only", choices=("tiny", "0.6B"))
     parser.add_argument("--steps", type=int, default=10, help="of the larger model")
     arguments = parser.parse_args()

@@ -92,4 +92,6 @@ def attention_lines(result: AttentionResult) -> list[str]:
     for kind, name in result.choices.items():
         times = ", ".join(f"{work} {t[name] * 1e6:.0f} us" for work, t in result.seconds[kind].items())
         found.append(f"  {kind:8}  {name}{'  ' + times if times else ''}")
+    if result.left_out:
+        found.append(f"  not compared: {', '.join(result.left_out)} data, of which it makes NaN or infinity")
     return [*found, *(f"  refused: {refusal}" for refusal in result.refused)]

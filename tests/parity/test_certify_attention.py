@@ -413,3 +413,30 @@ def test_shapes_of_a_model() -> None:
     shapes = attention_shapes(config)
     assert [s.page_size for s in shapes] == [0, 64]
     assert {(s.heads, s.kv_heads, s.dim) for s in shapes} == {(config.num_heads, config.num_kv_heads, config.head_dim)}
+
+
+def test_data_that_fa3_makes_nan_of_are_left_out_and_named() -> None:
+    from exactrl.cli.certify import attention_lines
+
+    shape = AttentionShape(4, 2, 16, page_size=4, kv_split=32, kv_block=8, order="fa3")
+
+    def run_of(bad: tuple[str, ...]) -> AttentionImplementation:
+        largest = {kind: float(attention_inputs(shape, LENGTHS, kind, "cpu")[0].float().abs().max()) for kind in KINDS}
+        limit = min(largest[kind] for kind in bad)
+
+        def run(q, k, v, rows, out, lse, asked) -> None:
+            attend(q, k, v, rows, out, lse, asked)
+            if float(q.float().abs().max()) >= limit:
+                out[:] = torch.nan
+
+        return AttentionImplementation("fa3", "in_order", run, lambda shape: True)
+
+    kinds = ("flat", "large exponents")
+    result = certify_attention(
+        shape, {"fa3": run_of(("large exponents",))}, times, LENGTHS, kinds, device="cpu", reference="fa3"
+    )
+    assert (result.choices, result.left_out) == ({"in_order": "fa3"}, ["large exponents"])
+    assert result.to_json()["left_out"] == ["large exponents"]
+    assert "not compared: large exponents data" in "\n".join(attention_lines(result))
+    with pytest.raises(CertificationError, match="not finite"):
+        certify_attention(shape, {"fa3": run_of(kinds)}, times, LENGTHS, kinds, device="cpu", reference="fa3")
