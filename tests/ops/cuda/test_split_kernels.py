@@ -126,12 +126,12 @@ class OnHost:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile, shape: tuple, held: int) -> None:
         self.patch, self.tile, self.held = patch, tile, held
-        self.library = library(cluster_attention.source_options(*shape, tile), folder)
+        self.compiled = library(cluster_attention.source_options(*shape, tile), folder)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.library.list_on_host, 0))
+        patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.compiled.list_on_host, 0))
 
     def __call__(self, seed: int, *arguments: Any) -> None:
-        kernel = HostKernel(self.library.attend_on_host, seed)
+        kernel = HostKernel(self.compiled.attend_on_host, seed)
         self.patch.setattr(cluster_attention, "_kernel", lambda *_: (kernel, self.held))
         cluster_attention.attend_clusters(*arguments, self.tile)
 
@@ -152,7 +152,7 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
     kernel = OnHost(monkeypatch, tmp_path, tile, (heads, kv_heads, dim, page_size), held)
     data = draw(LENGTHS, heads, kv_heads, dim, page_size, peak, 0, "cpu")
     counts = np.minimum(most, data.lengths)
-    right, right_lse = expected(data, counts, Definition(kernel.library))
+    right, right_lse = expected(data, counts, Definition(kernel.compiled))
     number, rows = data.last(counts, data.lengths, np.arange(len(data.lengths)))
     asked = np.array([0, 1, 3, 4])
     others = np.repeat(np.isin(np.arange(len(counts)), asked, invert=True), counts)
