@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,21 @@ class Certificate:
     linears: Mapping[LinearShape, tuple[Choice, ...]]
     attention: Mapping[AttentionShape, Mapping[str, str]] = field(default_factory=dict)
     outdated: tuple[str, ...] = ()
+
+    def excerpt(self, linears: Sequence[LinearShape], attention: Sequence[AttentionShape]) -> dict[str, Any]:
+        """What runs for these shapes and on which machine that was certified; JSON-ready. Raises CertificationError for
+        a linear without certificate."""
+        return {
+            "machine": dict(self.machine),
+            "linears": [
+                {"shape": asdict(shape), "choices": [asdict(choice) for choice in self._choices(shape)]}
+                for shape in dict.fromkeys(linears)
+            ],
+            "attention": [
+                {"shape": asdict(shape), "choices": dict(self.attention.get(shape, {}))}
+                for shape in dict.fromkeys(attention)
+            ],
+        }
 
     def attends(self, shape: AttentionShape, kind: str) -> str:
         """The implementation of this kind. Raises CertificationError where none is certified."""

@@ -157,6 +157,9 @@ def test_run_folder_is_complete(run):
     assert exactrl.config.to_toml(config) == (out / "config.toml").read_text()
     assert json.loads((out / "plan.json").read_text())["true_on_policy"] is True
     assert json.loads((out / "environment.json").read_text())["seed"] == 0
+    proof = json.loads((out / "certificate.json").read_text())
+    assert (proof["device"], proof["kernels"]) == ("cpu", "exact-v1 numba kernels")
+    assert proof["kernel_sources_digest"] == json.loads((out / "environment.json").read_text())["kernel_sources_digest"]
 
 
 def test_sample_rows(run):

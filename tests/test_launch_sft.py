@@ -83,6 +83,7 @@ def test_run_folder(run):
     out, rows, summary, _ = run
     assert {p.name for p in out.iterdir()} == {
         ".lock",
+        "certificate.json",
         "config.toml",
         "environment.json",
         "metrics.jsonl",

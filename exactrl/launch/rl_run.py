@@ -55,6 +55,7 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     info = plan(config)
     out.write_text("config.toml", to_toml(config))
     out.write_json("plan.json", info)
+    out.write_json("certificate.json", trainer.model.ops.proof)
     out.write_environment({**environment(), "seed": config.rollout.seed, "data": counts}, start.step)
     exact = config.contract.true_on_policy
     request, run = StopRequest(events.on_note), config.run

@@ -51,6 +51,7 @@ def sft(config: SftConfig, events: Events | None = None, *, resume: bool = False
     out = RunFolder(path, go_on_after=start if resume else None, seen=seen)
     counts = {n or "train": {"rows": len(d.examples), "filtered": d.num_filtered} for n, d in loaded.items()}
     out.write_text("config.toml", to_toml(config))
+    out.write_json("certificate.json", trainer.model.ops.proof)
     out.write_environment({**environment(), "seed": run.seed, "data": counts}, start)
     about = {"model": config.model.path, "rows": len(batches.examples), "filtered": loaded[""].num_filtered}
     events.on_start(about | {"steps": steps, "data": counts, "resumed_after_step": start})

@@ -7,12 +7,14 @@ slower here and there but let the bits depend on the batch: kept selectable so t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from exactrl.contract import Contract
 from exactrl.errors import ConfigError
 from exactrl.ops import attention, embedding, head, linear, norm, qkv, swiglu
+from exactrl.ops.cpu.jit import sources_digest
 from exactrl.ops.cpu.simd import LANES
 from exactrl.ops.weight import Weight
 
@@ -34,6 +36,12 @@ class Ops:
     def packs(self) -> bool:
         """Canonical products read packed panels, torch's own read rows."""
         return self.exact
+
+    @property
+    def proof(self) -> dict[str, Any]:
+        """No certificate: the kernels are written out operation by operation; the ladder compares their bits."""
+        kernels = "exact-v1 numba kernels" if self.exact else "plain torch"
+        return {"device": "cpu", "kernels": kernels, "kernel_sources_digest": sources_digest()}
 
     def __post_init__(self) -> None:
         if self.contract.attention != "canonical":

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -174,6 +175,11 @@ def test_a_certificate_reads_back(cache) -> None:
     other = LinearShape(8, 8)
     write_certificate(MACHINE, [LinearResult(other, [Choice(1, 4, "cublas")], [], 1, 1, {4: {"cublas": 1.0}})])
     assert set(read_certificate(MACHINE).linears) == {SHAPE, other}
+    found = json.loads(json.dumps(read_certificate(MACHINE).excerpt([other, other], [])))
+    choice = {"m_min": 1, "m_max": 4, "implementation": "cublas"}
+    assert found == {"machine": MACHINE, "linears": [{"shape": asdict(other), "choices": [choice]}], "attention": []}
+    with pytest.raises(CertificationError, match="no kernel is certified for linear 16 -> 8"):
+        read_certificate(MACHINE).excerpt([other, LinearShape(8, 16)], [])
     assert set(shapes_certified_before("Test GPU")) == {SHAPE, other}
     assert shapes_certified_before("another GPU") == []
 

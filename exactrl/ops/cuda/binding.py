@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class CudaOps:
 
     product     canonical x Wᵀ, see linear.certified_product
     attention   the kernels for a shape, see certified_attention.certified_attention
+    proof       the certificate's entries for the model; empty where nobody certified the kernels (tests)
     """
 
     contract: Contract
@@ -67,6 +68,7 @@ class CudaOps:
     attention: Callable[[AttentionShape], AttentionChoice]
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
     page_size: int = PAGE_SIZE
+    proof: dict[str, Any] = field(default_factory=dict, compare=False)
 
     backend = "cuda"
     exact = True
@@ -188,8 +190,7 @@ def certified_ops(contract: Contract, linears: Sequence[LinearShape], attention:
     from exactrl.ops.cuda.matmul import implementations
 
     certificate = read_certificate(machine())
-    for linear_shape in linears:
-        certificate.max_rows(linear_shape)
+    proof = {"device": "cuda", "kernels": "exact-v1, certified", **certificate.excerpt(linears, attention)}
     attends = attention_implementations()
     if contract.attention == "fa3":
         attends["fa3"] = fa3_implementation()
@@ -201,4 +202,4 @@ def certified_ops(contract: Contract, linears: Sequence[LinearShape], attention:
             choices[shape] = chosen(shape)
         return choices[shape]
 
-    return CudaOps(contract, certified_product(certificate, implementations()), choice)
+    return CudaOps(contract, certified_product(certificate, implementations()), choice, proof=proof)
