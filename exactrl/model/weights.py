@@ -73,7 +73,7 @@ def load_weights(model: Qwen3, tensors: Iterable[tuple[str, torch.Tensor]], sour
         raise ModelError(f"{source}: {len(missing)} tensors are missing, the first is {missing[0]}{why}")
     # Against the master where there is one: in bfloat16 two different heads may round to the same.
     embedding = model.embed.value() if model.embed.master is None else model.embed.master
-    if tied_head is not None and not torch.equal(tied_head.to(embedding.dtype), embedding):
+    if tied_head is not None and not torch.equal(tied_head.to(embedding), embedding):
         raise ModelError(f"{source}: lm_head.weight differs from the embedding although tie_word_embeddings is true")
 
 

@@ -36,7 +36,7 @@ def save_checkpoint(trainer: Trainer, folder: Path, state: dict[str, Any], compa
     refuses: nothing is then left of it."""
 
     def add(temporary: Path) -> None:
-        tensors = {name: t.clone() for name, t in optimizer_tensors(trainer)}
+        tensors = {name: t.to("cpu", copy=True) for name, t in optimizer_tensors(trainer)}
         save_file(tensors, temporary / OPTIMIZER)
         record = {
             "format": FORMAT,
