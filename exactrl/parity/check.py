@@ -45,6 +45,7 @@ RUNGS: dict[str, Callable[[Subject, Tally], None]] = {
     "paging_order": engine_rungs.paging_order,
     "nan_cache": engine_rungs.nan_cache,
     "threads": engine_rungs.threads,
+    "reference_kernels": engine_rungs.reference_kernels,
     "microbatch_split": trainer_rungs.microbatch_split,
     "engine_vs_trainer_ops": trainer_rungs.engine_vs_trainer_ops,
     "engine_vs_trainer": trainer_rungs.engine_vs_trainer,
@@ -53,6 +54,12 @@ RUNGS: dict[str, Callable[[Subject, Tally], None]] = {
     "after_update": trainer_rungs.after_update,
     "trajectory_twice": trainer_rungs.trajectory_twice,
 }
+ON_ONE_BACKEND = {"threads": "cpu", "reference_kernels": "cuda"}
+"""Rungs about the kernels of one backend: no part of the ladder on the other."""
+
+
+def rungs_on(backend: str) -> list[str]:
+    return [name for name in RUNGS if ON_ONE_BACKEND.get(name, backend) == backend]
 
 
 def check(
@@ -64,7 +71,7 @@ def check(
         raise ConfigError(f"unknown rung {unknown[0]!r}; the rungs are {', '.join(RUNGS)}")
     results = []
     for subject in subjects:
-        for name in rungs or RUNGS:
+        for name in rungs or rungs_on(subject.rollout_model.ops.backend):
             results.append(_run(name, subject))
             on_rung(results[-1])
     return results

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from exactrl.ops.cpu import jit
 from exactrl.parity.compare import Tally
 from exactrl.parity.subject import Subject
@@ -74,3 +76,19 @@ def threads(subject: Subject, tally: Tally) -> None:
     for n in (1, 2):
         with jit.forced_threads(n):
             tally.trajectories(subject.make_engine().generate(subject.requests), subject.baseline, f"threads: {n}")
+
+
+def reference_kernels(subject: Subject, tally: Tally) -> None:
+    """On a GPU: the bit references of linears and attention, slow kernels of one tile each, in place of the chosen."""
+    model, baseline = subject.rollout_model, subject.baseline
+    if model.ops.backend != "cuda":
+        tally.skipped = "on the CPU every op has one kernel"
+        return
+    from exactrl.ops.cuda import binding
+
+    chosen = model.ops
+    model.ops = binding.with_references(cast("binding.CudaOps", chosen))
+    try:
+        tally.trajectories(subject.make_engine().generate(subject.requests), baseline, "reference kernels")
+    finally:
+        model.ops = chosen

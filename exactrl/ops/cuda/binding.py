@@ -203,3 +203,15 @@ def certified_ops(contract: Contract, linears: Sequence[LinearShape], attention:
         return choices[shape]
 
     return CudaOps(contract, certified_product(certificate, implementations()), choice, proof=proof)
+
+
+def with_references(ops: CudaOps) -> CudaOps:
+    """The same ops on the bit references of linears and, where the order is ours, attention."""
+    from exactrl.ops.cuda.attention import attention_implementations
+    from exactrl.ops.cuda.matmul import reference
+
+    if ops.contract.attention != "canonical":
+        return replace(ops, product=reference)
+    slow = attention_implementations()["reference"]
+    choice = AttentionChoice(slow, slow, 0)
+    return replace(ops, product=reference, attention=lambda shape: choice)

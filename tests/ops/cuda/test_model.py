@@ -20,9 +20,11 @@ from exactrl.model.attention_state import paged_state
 from exactrl.model.config import find_model, read_config
 from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import load_weights, random_weights
+from exactrl.ops.cuda import binding
 from exactrl.ops.cuda.attention import AttentionChoice, attention_implementations
 from exactrl.ops.cuda.binding import CudaOps
-from exactrl.parity.subject import to_sample
+from exactrl.parity import check as ladder
+from exactrl.parity.subject import Subject, to_sample
 from exactrl.train.trainer import Trainer
 from exactrl.types import Completion, Request, SamplingParams
 
@@ -115,3 +117,20 @@ def test_what_a_probe_sees_and_what_attention_reads_are_the_same() -> None:
             assert torch.equal(v, packed[2])
             assert not torch.equal(state.attend(0, q, k, v.roll(1, 0)), outs[0])
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("ulps", [0, 1])
+def test_the_rung_of_the_references_compares_with_them(monkeypatch, ulps: int) -> None:
+    def other(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int = 1) -> torch.Tensor:
+        y = product(x, w, out_dtype, leaves)
+        if out_dtype == torch.float16:
+            y.view(torch.int16)[:, 3] += ulps
+        return y
+
+    rollout = model(trainable=False)
+    monkeypatch.setattr(Subject, "requests", requests()[:1])
+    monkeypatch.setattr(binding, "with_references", lambda ops: replace(ops, product=other))
+    subject = Subject(rollout, lambda **limits: Engine(rollout, kv_tokens=320), None, None, "float16", 0)
+    (result,) = ladder.check([subject], ["reference_kernels"], lambda result: None)
+    assert (result.status, result.compared) == (("pass", "fail")[ulps], 3)
+    assert rollout.ops is OPS
