@@ -27,7 +27,7 @@ from exactrl.model.folder import read_tensors
 from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import load_weights, random_weights
 from exactrl.ops import Ops
-from exactrl.parity.subject import to_sample
+from exactrl.parity.subject import to_samples
 from exactrl.train.trainer import Trainer
 from exactrl.types import Request, Sample, SamplingParams
 
@@ -79,7 +79,7 @@ class Side:
         self.engine.allocator.reset(self.engine.allocator.root_key)
         requests = self.requests(TRAIN_BATCH)
         completions = self.engine.generate(requests)
-        samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+        samples = to_samples(requests, completions)
         for s in samples:
             s.weight_version = self.trainer.version
         return samples

@@ -25,6 +25,7 @@ from bench.common import write_result
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.contract import get_contract, noise_key
 from exactrl.engine.engine import Engine
+from exactrl.launch.checking import subject_with
 from exactrl.launch.device import make_ops
 from exactrl.model.config import ModelConfig, find_model, read_config
 from exactrl.model.qwen3 import Qwen3
@@ -33,7 +34,7 @@ from exactrl.ops.cuda import head
 from exactrl.ops.cuda.binding import CudaOps
 from exactrl.parity import check as ladder
 from exactrl.parity.compare import Tally
-from exactrl.parity.subject import Subject, to_sample
+from exactrl.parity.subject import to_samples
 from exactrl.train.trainer import Trainer
 from exactrl.types import Completion, Request, Sample, SamplingParams
 
@@ -206,7 +207,7 @@ def measure(kind: str, config: ModelConfig, ops: Recording, requests: list[Reque
     trainer = Trainer(
         model_of(config, ops, kind, trainable=True), get_algorithm("grpo"), lr=1e-6, max_tokens_per_microbatch=16384
     )
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, base.completions, strict=True))]
+    samples = to_samples(requests, base.completions)
     scored, digests = trainer_digests(trainer, requests, samples)
     tally = Tally()
     tally.arrays(scored, [c.logprobs for c in base.completions], "trainer")
@@ -214,19 +215,7 @@ def measure(kind: str, config: ModelConfig, ops: Recording, requests: list[Reque
 
 
 def run_ladder(kind: str, config: ModelConfig, ops: CudaOps) -> list[dict[str, Any]]:
-    rollout_model = model_of(config, ops, kind, trainable=False)
-
-    def make_trainer(max_tokens: int = 8192) -> Trainer:
-        model = model_of(config, ops, kind, trainable=True)
-        return Trainer(model, get_algorithm("grpo"), lr=1e-3, max_tokens_per_microbatch=max_tokens)
-
-    def make_engine(**limits: Any) -> Engine:
-        return Engine(rollout_model, **{"kv_tokens": 8192, **limits})
-
-    def make_loop() -> tuple[Engine, Trainer]:
-        return Engine(model_of(config, ops, kind, trainable=False), kv_tokens=8192), make_trainer()
-
-    subject = Subject(rollout_model, make_engine, make_trainer, make_loop, "bfloat16", 0)
+    subject = subject_with(lambda trainable: model_of(config, ops, kind, trainable), "bfloat16", 0, lr=1e-3)
     rows = []
 
     def on_rung(result: ladder.RungResult) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,12 +57,6 @@ class Batch:
             temperatures=torch.tensor([r.params.temperature for r in requests], dtype=torch.float32),
             keys=np.array([r.noise_key for r in requests], np.uint64),
         )
-
-    def to(self, device: torch.device) -> Batch:
-        if device.type == "cpu":
-            return self
-        names = ("ids", "positions", "sample_rows", "sample_positions", "temperatures")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def _tables(chunks: Sequence[Chunk]) -> np.ndarray:

@@ -20,6 +20,7 @@ from exactrl.model.attention_state import paged_state
 from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, load_weights
 from exactrl.ops.cpu.jit import require_denormals
+from exactrl.ops.transfer import on_device
 from exactrl.types import Completion, EngineStats, Request
 
 KV_SHARE_OF_MEMORY = 0.4  # of the memory free at start, where kv_tokens is 0
@@ -111,13 +112,14 @@ class Engine:
     def step(self) -> list[Generation]:
         """Computes one batch and returns the sequences it finished."""
         chunks = self.scheduler.schedule()
-        batch = Batch.build(chunks, self.model.shape, self.model.ops).to(self.model.ops.device)
+        ops = self.model.ops
+        batch = on_device(Batch.build(chunks, self.model.shape, ops), ops.device)
         self.cache.rows = batch.rows
         if self.see is not unchanged:
             self.see("rows", batch.rows.owners(torch.tensor([c.seq.index for c in chunks])))
         hidden = self.model(batch.ids, batch.positions, self.cache, self.see)
         predicting = hidden[self.see("predicting", batch.sample_rows)]
-        tokens, logprobs = self.model.ops.sample(
+        tokens, logprobs = ops.sample(
             predicting, self.model.head, batch.temperatures, batch.keys, batch.sample_positions
         )
         tokens, logprobs = self.see("sample", tokens), self.see("logprob", logprobs)

@@ -58,8 +58,14 @@ def subject_of(
     def load(trainable: bool) -> Qwen3:
         return load_model(folder, ops, DTYPES[dtype], trainable=trainable)
 
+    return subject_with(load, dtype, seed)
+
+
+def subject_with(load: Callable[[bool], Qwen3], dtype: str, seed: int, lr: float = 1e-2) -> Subject:
+    """`load(trainable)` makes the model anew; `lr` is large enough that an update changes every logprob."""
+
     def make_trainer(max_tokens: int = 8192) -> Trainer:
-        return Trainer(load(True), get_algorithm("grpo"), lr=1e-2, max_tokens_per_microbatch=max_tokens)
+        return Trainer(load(True), get_algorithm("grpo"), lr=lr, max_tokens_per_microbatch=max_tokens)
 
     def make_engine(**limits: Any) -> NativeEngine:
         return NativeEngine(rollout_model, **{"kv_tokens": 8192, **limits})

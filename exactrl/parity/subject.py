@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -66,13 +66,18 @@ class Subject:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        return [to_sample(r, c, i) for i, (r, c) in enumerate(zip(self.requests, self.baseline, strict=True))]
+        return to_samples(self.requests, self.baseline)
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
 
-def to_sample(request: Request, completion: Completion, i: int) -> Sample:
+def to_samples(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Sample]:
+    """Trainable samples of requests and what came of them, in order."""
+    return [_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+
+
+def _sample(request: Request, completion: Completion, i: int) -> Sample:
     """A trainable sample. Its advantage is made up, since parity does not depend on it; every third is 0, since tokens
     that teach nothing must be compared, too."""
     return Sample(

@@ -11,7 +11,7 @@ from exactrl.model.weights import named_masters
 from exactrl.parity.compare import Tally
 from exactrl.parity.op_trace import compare, trace_engine, trace_gradient_forward, trace_scoring
 from exactrl.parity.oracle import Oracle
-from exactrl.parity.subject import Subject, to_sample
+from exactrl.parity.subject import Subject, to_samples
 from exactrl.types import Sample
 
 if TYPE_CHECKING:  # concrete classes arrive through the subject
@@ -37,7 +37,7 @@ def engine_vs_trainer_ops(subject: Subject, tally: Tally) -> None:
     requests = subject.traced
     engine = subject.make_engine(max_concurrent=3, chunk_tokens=24, prefix_cache=False)
     ours, completions = trace_engine(engine, requests)
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+    samples = to_samples(requests, completions)
     for what, trace in (("scoring", trace_scoring), ("gradient forward", trace_gradient_forward)):
         found = compare(ours, trace(subject.make_trainer(120), requests, samples))
         tally.compared += found.compared
@@ -77,7 +77,7 @@ def _rl_step(subject: Subject, engine: Engine, trainer: Trainer, tally: Tally) -
     """Roll out, train with the oracle watching (not strict: it counts), hand the weights over."""
     engine.load_weights(trainer.named_weights(), trainer.version)
     completions = engine.generate(subject.requests)
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(subject.requests, completions, strict=True))]
+    samples = to_samples(subject.requests, completions)
     oracle = Oracle(strict=False, bisect_command="")
     oracle.begin(samples)
     trainer.step(samples, audit=True, observe=oracle.observe)
@@ -106,7 +106,7 @@ def after_update(subject: Subject, tally: Tally) -> None:
     tally.require(loaded == trainer.compute_digest(), "engine and trainer hold different weights")
     tally.require(loaded != before, "the weights never changed")
     completions = engine.generate(subject.requests)
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(subject.requests, completions, strict=True))]
+    samples = to_samples(subject.requests, completions)
     tally.arrays(trainer.score(samples), [s.logprobs for s in samples], "after three updates")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,6 @@ class MicroBatch:
             sequence_ids=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
             lengths=tuple(lengths.tolist()),
         )
-
-    def to(self, device: torch.device) -> MicroBatch:
-        if device.type == "cpu":
-            return self
-        names = ("ids", "positions", "predict", "targets", "temperatures", "sequence_ids")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def pack(samples: Sequence[Sample], budget: int) -> list[list[int]]:

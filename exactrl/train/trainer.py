@@ -16,6 +16,7 @@ from exactrl.model.attention_state import packed_state
 from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, master_digest, named_weights, refresh, unique_weights
 from exactrl.ops.cuda.determinism import deterministic_algorithms
+from exactrl.ops.transfer import on_device
 from exactrl.protocols import Observer
 from exactrl.train.optimizer import clip_gradients, make_optimizer
 from exactrl.train.packing import MicroBatch, pack
@@ -155,7 +156,7 @@ class Trainer:
         see = self.see if model is self.model else unchanged
         batch = MicroBatch.build(samples, model.shape, model.ops)
         model.reserve_positions(int(batch.positions.max()) + 1)
-        batch, state = batch.to(model.ops.device), packed_state(model.ops, batch.rows)
+        batch, state = on_device(batch, model.ops.device), packed_state(model.ops, batch.rows)
         if see is not unchanged:
             see("rows", batch.rows.owners(torch.arange(len(samples))))
         hidden = model(batch.ids, batch.positions, state, see)

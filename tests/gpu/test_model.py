@@ -8,31 +8,17 @@ import torch
 
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.engine.engine import Engine
+from exactrl.launch.checking import subject_with
 from exactrl.parity import check as ladder
-from exactrl.parity.subject import Subject, to_sample
+from exactrl.parity.subject import to_samples
 from exactrl.train.trainer import Trainer
 from tests.gpu.small_model import model_of, ops_of, requests_of
 
 
-def subject_of(ops, peak: float) -> Subject:
-    rollout = model_of(ops, peak=peak)
-
-    def make_engine(**limits) -> Engine:
-        return Engine(rollout, **{"kv_tokens": 8192, **limits})
-
-    def make_trainer(max_tokens: int = 8192) -> Trainer:
-        model = model_of(ops, trainable=True, peak=peak)
-        return Trainer(model, get_algorithm("grpo"), lr=1e-2, max_tokens_per_microbatch=max_tokens)
-
-    def make_loop() -> tuple[Engine, Trainer]:
-        return Engine(model_of(ops, peak=peak), kv_tokens=8192), make_trainer()
-
-    return Subject(rollout, make_engine, make_trainer, make_loop, "bfloat16", 0)
-
-
 @pytest.mark.parametrize(("k_leaves", "residual", "peak"), [(1, "bfloat16", 1.0), (2, "float32", 8.0)])
 def test_the_ladder_passes(k_leaves: int, residual: str, peak: float) -> None:
-    subject = subject_of(ops_of(k_leaves=k_leaves, residual_dtype=residual), peak)
+    ops = ops_of(k_leaves=k_leaves, residual_dtype=residual)
+    subject = subject_with(lambda trainable: model_of(ops, trainable=trainable, peak=peak), "bfloat16", 0)
     results = ladder.check([subject], None, lambda result: None)
     assert [r.name for r in results] == ladder.rungs_on("cuda")
     assert [(r.name, r.detail) for r in results if r.status == "fail"] == []
@@ -44,7 +30,7 @@ def scored_with(see) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Logprobs of the engine, and of a trainer whose ops `see` may change."""
     ops, requests = ops_of(), requests_of([5, 64, 300], 20)
     completions = Engine(model_of(ops), kv_tokens=4096).generate(requests)
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+    samples = to_samples(requests, completions)
     trainer = Trainer(model_of(ops, trainable=True), get_algorithm("grpo"), lr=1e-2)
     trainer.see = see
     return [c.logprobs for c in completions], trainer.score(samples)
@@ -66,7 +52,7 @@ def test_one_ulp_in_one_op_is_found(op: str) -> None:
 def test_a_product_that_splits_k_is_found() -> None:
     ops, requests = ops_of(), requests_of([5, 64, 300], 20)
     completions = Engine(model_of(ops), kv_tokens=4096).generate(requests)
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+    samples = to_samples(requests, completions)
 
     def halves(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int = 1) -> torch.Tensor:
         k = x.shape[1] // 2
@@ -91,7 +77,7 @@ def test_gradients_are_those_of_fp64() -> None:
     load_weights(cpu, ((name, w.cpu()) for name, w in named_masters(gpu)), "the GPU's masters")
     requests = requests_of([5, 64, 130], 12)
     completions = Engine(model_of(ops_of(), peak=1.0), kv_tokens=4096).generate(requests)
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+    samples = to_samples(requests, completions)
     gradients = []
     for model in (gpu, cpu):
         trainer = Trainer(model, get_algorithm("grpo"), lr=0.0, grad_clip=1e9)
@@ -121,7 +107,7 @@ def test_two_runs_of_three_steps_end_in_the_same_weights() -> None:
         for _ in range(3):
             engine.load_weights(trainer.named_weights(), trainer.version)
             completions = engine.generate(requests)
-            samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+            samples = to_samples(requests, completions)
             trainer.step(samples, audit=False, observe=lambda *seen: None)
         assert engine.load_weights(trainer.named_weights(), trainer.version) == trainer.compute_digest()
         ends.append(trainer.master_digest())

@@ -9,7 +9,7 @@ import torch
 
 from exactrl.model.qwen3 import unchanged
 from exactrl.parity.op_trace import Trace, compare, trace_engine, trace_gradient_forward, trace_scoring
-from exactrl.parity.subject import to_sample
+from exactrl.parity.subject import to_samples
 from tests.ops.helpers import packed_rows
 from tests.train.helpers import make_engine, make_trainer, request, tokens
 
@@ -23,7 +23,7 @@ def requests() -> list:
 
 
 def samples_of(completions) -> list:
-    return [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests(), completions, strict=True))]
+    return to_samples(requests(), completions)
 
 
 def made(*events: tuple[str, list]) -> Trace:
@@ -77,7 +77,7 @@ def test_rows_from_the_prefix_cache_are_said_to_be_the_trainers_only():
     shared = [replace(r, token_ids=tuple(tokens(40, 9))) for r in requests()[:2]]
     engine = make_engine(max_concurrent=1)
     ours, completions = trace_engine(engine, shared)
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(shared, completions, strict=True))]
+    samples = to_samples(shared, completions)
     found = compare(ours, trace_scoring(make_trainer(), shared, samples))
     assert (found.mismatched, found.only_ours) == (0, [])
     assert engine.stats.cached_tokens == 32

@@ -194,14 +194,9 @@ def certified_ops(contract: Contract, linears: Sequence[LinearShape], attention:
     attends = attention_implementations()
     if contract.attention == "fa3":
         attends["fa3"] = fa3_implementation()
-    chosen = certified_attention(certificate, attends)
-    choices = {shape: chosen(shape) for shape in attention}
-
-    def choice(shape: AttentionShape) -> AttentionChoice:
-        if shape not in choices:
-            choices[shape] = chosen(shape)
-        return choices[shape]
-
+    choice = certified_attention(certificate, attends)
+    for shape in attention:
+        choice(shape)
     return CudaOps(contract, certified_product(certificate, implementations()), choice, proof=proof)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 from exactrl.contract import AttentionShape, Certificate
@@ -19,6 +20,7 @@ def certified_attention(
     not available here.
     """
 
+    @functools.cache  # asked in every layer of every step
     def choice(shape: AttentionShape) -> AttentionChoice:
         in_order = named(shape, certificate.attends(shape, "in_order"))
         if "split" not in certificate.attention[shape]:

@@ -24,7 +24,7 @@ from exactrl.ops.cuda import binding
 from exactrl.ops.cuda.attention import AttentionChoice, attention_implementations
 from exactrl.ops.cuda.binding import CudaOps
 from exactrl.parity import check as ladder
-from exactrl.parity.subject import Subject, to_sample
+from exactrl.parity.subject import Subject, to_samples
 from exactrl.train.trainer import Trainer
 from exactrl.types import Completion, Request, SamplingParams
 
@@ -74,7 +74,7 @@ def completions() -> list[Completion]:
 
 
 def test_the_trainer_finds_the_engines_logprobs(completions) -> None:
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests(), completions, strict=True))]
+    samples = to_samples(requests(), completions)
     scored = Trainer(model(trainable=True), get_algorithm("grpo"), lr=1e-3).score(samples)
     assert min(len(x) for x in scored) == 3
     assert max(x.max() for x in scored) < -0.01, "a model that is sure of everything shows nothing"
@@ -82,7 +82,7 @@ def test_the_trainer_finds_the_engines_logprobs(completions) -> None:
 
 
 def test_one_ulp_in_a_norm_is_found(completions) -> None:
-    samples = [to_sample(r, c, i) for i, (r, c) in enumerate(zip(requests(), completions, strict=True))]
+    samples = to_samples(requests(), completions)
     trainer = Trainer(model(trainable=True), get_algorithm("grpo"), lr=1e-3)
 
     def see(name: str, x: torch.Tensor) -> torch.Tensor:
