@@ -35,7 +35,16 @@ import numpy as np
 import torch
 
 from exactrl.contract import AttentionShape
-from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, WARP_SPLIT, AttentionTile, WarpTile
+from exactrl.ops.cuda.attention_tiles import (
+    FEW_OR_MANY,
+    IN_ORDER,
+    SPLIT,
+    WARP_ROWS,
+    WARP_SPLIT,
+    AttentionTile,
+    ClusterTile,
+    WarpTile,
+)
 
 PAGE_SIZE = 64  # tokens of one page of the engine's cache: a block of the order
 HEAD_DIMS = (32, 64, 128, 256)
@@ -158,7 +167,11 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
     return _serves(shape) and (shape.dim <= 128 or tile.rows <= 64) and (whole_blocks or not tile.tma)
 
 
-def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile) -> bool:
+def _cluster_serves(shape: AttentionShape) -> bool:
+    return shape.dim >= 64 and _split_serves(shape, ClusterTile.of(shape.dim))
+
+
+def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
     return (
         _serves(shape)
@@ -173,6 +186,18 @@ def _warp_split(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
     from exactrl.ops.cuda.split_attention import attend_splits
 
     attend_splits(q, k, v, rows, out, lse, sequences, tile)
+
+
+def _cluster_split(q, k, v, rows, out, lse, sequences) -> None:
+    from exactrl.ops.cuda.cluster_attention import attend_clusters
+
+    attend_clusters(q, k, v, rows, out, lse, sequences, ClusterTile.of(q.shape[-1]))
+
+
+def _few_or_many(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
+    from exactrl.ops.cuda.decode_attention import attend_few_or_many
+
+    attend_few_or_many(q, k, v, rows, out, lse, sequences, tile)
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:
@@ -209,6 +234,8 @@ def _compiled() -> list[AttentionImplementation]:
     return [
         AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves),
         *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
+        AttentionImplementation("cuda-cluster", "split", _cluster_split, _cluster_serves, WARP_ROWS),
+        *(_split_of("cuda-decode-tma" if tile.tma else "cuda-decode", _few_or_many, tile) for tile in FEW_OR_MANY),
     ]
 
 

@@ -83,5 +83,43 @@ WARP_ROWS = 8
 WARP_SPLIT = tuple(
     WarpTile(keys, ring, ctas, tma)
     for keys, ring, ctas in ((16, 6, 2), (16, 4, 3), (32, 3, 2), (32, 3, 4), (16, 6, 1))
-    for tma in (False,)  # True is not offered before it has run on a device: a fault in its barriers would hang
+    for tma in (False, True)
 )
+FEW_OR_MANY = (WarpTile(16, 4, 3), WarpTile(32, 3, 2, True), WarpTile(16, 6, 1))
+"""For many splits; few go to clusters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTile:
+    """The CUDA C++ kernel in which a cluster of `blocks` blocks takes a split, each with at least 16 columns of V: one
+    tile of the matrix unit."""
+
+    blocks: int
+
+    @classmethod
+    def of(cls, dim: int) -> ClusterTile:
+        """With 128 KiB of K and V in each block: larger shares and smaller ones are slower from 128 splits on."""
+        return cls(dim // 64)
+
+    @property
+    def rows(self) -> int:
+        return WARP_ROWS
+
+    @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def least_dim(self) -> int:
+        return 64
+
+    def __str__(self) -> str:
+        return str(self.blocks)
+
+    def shared_bytes(self, dim: int) -> int:
+        """Of a block: its share of a split's K and V, rows of q, scores, weights, maxima and factors, a flag."""
+        return 512 * dim * 4 // self.blocks + 8 * (2 * dim + 16) + 8 * (512 + 8) * 4 + 512 * 16 + 2 * 8 * 8 * 4 + 16
+
+    def resident(self, dim: int) -> int:
+        """Blocks that a multiprocessor shall hold at least."""
+        return min(2, 228 * 1024 // (self.shared_bytes(dim) + 1024))

@@ -120,6 +120,20 @@ class Kernel:
             config.attrs, config.numAttrs = [attribute], 1
         _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
+    def most_clusters(self, threads: int, cluster: int) -> int:
+        """Clusters of `cluster` blocks that the device holds at the same time."""
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, config)))
+
 
 class TensorMap:
     """How the copy engine walks a bf16 tensor; passed to a kernel as `const __grid_constant__` of 128 bytes."""

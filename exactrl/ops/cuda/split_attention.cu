@@ -10,18 +10,6 @@
 // Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one chunk), RING (chunks a warp holds), WARPS, TMA (1:
 // chunks come through the bulk copy engine, 0: by copies of 16 bytes).
 
-__device__ __forceinline__ u32 transposed(u32 x) {
-  u32 y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 struct State {
   float acc[STEPS][4], l[4], m[2];  // columns 2t and 2t + 1 of lane 4g + t; l's rows are all equal
 };
@@ -97,17 +85,6 @@ __device__ __forceinline__ void add_block(
   }
 }
 
-__device__ __forceinline__ void store_out(const Arguments& a, const Item& item, int row, int d, float value) {
-  u32 pair = pack(value, 0.0f);
-  int token = item.start + row / GROUP, head = item.head * GROUP + row % GROUP;
-  a.out[((u64)token * HEADS + head) * D + d] = (bf16)pair;
-}
-
-__device__ __forceinline__ void store_lse(const Arguments& a, const Item& item, int row, float m, float l) {
-  int token = item.start + row / GROUP, head = item.head * GROUP + row % GROUP;
-  if (a.lse) a.lse[(u64)head * a.tokens + token] = log_sum_exp(m, l);
-}
-
 // The only split of its sequence, merged into nothing; or, where the plan has no room, NaN.
 __device__ void finish_alone(const Arguments& a, const Item& item, const State& x, int lane) {
 #pragma unroll
@@ -145,7 +122,7 @@ __device__ void store_partial(const Arguments& a, const Item& item, const State&
 
 // All threads of the block: the splits of a (sequence, kv head), ascending.
 __device__ void merge(const Arguments& a, const Item& item) {
-  int splits = (item.length + SPLIT - 1) / SPLIT;
+  int splits = splits_of(item);
   u64 first = ((u64)(item.place - item.split) * KV_HEADS + item.head) * a.held;
   for (int e = threadIdx.x * 4; e < item.count * GROUP * D; e += WARPS * LANES * 4) {
     int row = e / D, d = e % D;
@@ -220,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
         int key0 = item.split * SPLIT + block * BLOCK;
         add_block(x, feed, ring, q, a.scale, lane, key0, limit, key0 + BLOCK > earliest, item.length);
       }
-      int splits = (item.length + SPLIT - 1) / SPLIT;
+      int splits = splits_of(item);
       if (item.split < 0 || splits == 1) {
         finish_alone(a, item, x, lane);
       } else {

@@ -1,6 +1,6 @@
 """Attention with the splits in parallel, in CUDA C++ for sm_90: decode, at most 8 rows x grouped heads of a sequence.
 
-Kernel: split_attention.cu with split_feed.cuh and hopper.cuh; definition: attention.py; the list of splits is that of
+Kernel: split_attention.cu with the files it needs; definition: attention.py; the list of splits is that of
 triton_split_attention.py.
 """
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
 
 FOLDER = Path(__file__).parent
+FILES = ("hopper.cuh", "warp_tiles.cuh", "split_items.cuh", "split_feed.cuh", "split_attention.cu")
 
 
 def source() -> str:
-    return "".join((FOLDER / name).read_text() for name in ("hopper.cuh", "split_feed.cuh", "split_attention.cu"))
+    return "".join((FOLDER / name).read_text() for name in FILES)
 
 
 def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: WarpTile) -> list[str]:

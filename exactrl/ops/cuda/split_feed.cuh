@@ -1,52 +1,13 @@
-// How a warp of split_attention.cu gets its keys and values: the items of a launch, and a ring of chunks in shared memory
-// that is filled ahead, through the bulk copy engine (TMA 1) or by copies of 16 bytes (TMA 0).
+// How a warp of split_attention.cu gets its keys and values: a ring of chunks in shared memory that is filled ahead, through
+// the bulk copy engine (TMA 1) or by copies of 16 bytes (TMA 0).
 
-constexpr int D = DIM, GROUP = HEADS / KV_HEADS, SPLIT = 512, BLOCK = 64, LANES = 32;
 constexpr int TILES = KEYS / 16, CHUNKS = BLOCK / KEYS;  // of 16 keys in a chunk; chunks of K in a block
-constexpr int ROW_BYTES = D * 2, SEGMENTS = ROW_BYTES / 16, CHUNK_BYTES = KEYS * ROW_BYTES, STEPS = D / 16;
-constexpr int ROWS_AT_ONCE = LANES / SEGMENTS;
-constexpr int BOX = KEYS < PAGE_SIZE ? KEYS : PAGE_SIZE, REGIONS = D / 64, UNROLL = 8;  // keys, and parts of D, of a copy
-
-struct Arguments {
-  const bf16 *q, *k, *v;  // row of a key = page * PAGE_SIZE + place in the page
-  bf16* out;              // [tokens, HEADS, D]
-  float* lse;            // [HEADS, tokens] or null
-  const int* items;      // [capacity, 3] sequence, split, place
-  const int* total;
-  int* arrived;                    // [sequences, KV_HEADS] splits finished, 0 between launches
-  float *partial, *stats;          // [place, KV_HEADS, held, D] and [place, KV_HEADS, held, 2]
-  const int *starts, *lengths, *tables;
-  int table_width, tokens, held, stride_q, stride_k, stride_v;  // elements from row to row
-  float scale;
-};
-
-struct Item {
-  int sequence, split, place, head, start, count, length, blocks;
-};
-
-__device__ __forceinline__ void load_tile(u32 (&a)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_tile_transposed(u32 (&a)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
+constexpr int CHUNK_BYTES = KEYS * ROW_BYTES, ROWS_AT_ONCE = LANES / SEGMENTS, UNROLL = 8;
+constexpr int BOX = KEYS < PAGE_SIZE ? KEYS : PAGE_SIZE, REGIONS = D / 64;  // keys, and parts of D, of a copy
 
 // Place of a 16-byte segment of a key's row in a chunk: regions of 64 elements, swizzled by the copy engine.
 __device__ __forceinline__ u32 place_of(int row, int segment) {
   return (segment >> 3) * KEYS * 128 + row * 128 + (((segment ^ row) & 7) << 4);
-}
-
-__device__ __forceinline__ Item item_of(const Arguments& a, int index) {
-  Item x;
-  const int* pair = a.items + 3 * (index / KV_HEADS);
-  x.head = index % KV_HEADS, x.sequence = pair[0], x.split = pair[1], x.place = pair[2];
-  x.start = a.starts[x.sequence], x.count = a.starts[x.sequence + 1] - x.start, x.length = a.lengths[x.sequence];
-  int keys = min(x.length - x.split * SPLIT, SPLIT);
-  x.blocks = x.split < 0 ? 0 : (keys + BLOCK - 1) / BLOCK;
-  return x;
 }
 
 // The copies of a warp, in the order in which they are used: for each block K, then V.
@@ -80,7 +41,7 @@ struct Feed {
       if (++slot == RING) slot = 0;
       if (++position == chunks) advance();
     }
-    if (!TMA) asm volatile("cp.async.commit_group;" ::: "memory");  // also an empty one: take() counts them
+    if (!TMA) copies_commit();  // also an empty one: take() counts them
   }
 
 #if TMA
@@ -105,8 +66,7 @@ struct Feed {
       int entry = __shfl_sync(~0u, page, first / 16 + i * ROWS_AT_ONCE / 16);
       u64 at = (u64)entry * PAGE_SIZE + (key0 + row) % PAGE_SIZE;
       int bytes = key0 + row < item.length ? 16 : 0;  // the rest is filled with zeros
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                   :: "r"(into + place_of(row, segment)), "l"(base + at * stride + segment * 8), "r"(bytes) : "memory");
+      copy_16(into + place_of(row, segment), base + at * stride + segment * 8, bytes);
     }
   }
 #endif
@@ -135,7 +95,7 @@ __device__ __forceinline__ u32 take(Feed& feed, Ring& ring) {
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                  : "=r"(done) : "r"(barrier), "r"(ring.phase) : "memory");
 #else
-  asm volatile("cp.async.wait_group %0;" :: "n"(RING - 2) : "memory");
+  copies_wait<RING - 2>();
   __syncwarp();
   feed.next();
 #endif
@@ -149,7 +109,7 @@ __device__ __forceinline__ void clear_from(u32 chunk, int row0, int lane) {
   for (int i = lane; i < KEYS * SEGMENTS; i += LANES) {
     int row = i / SEGMENTS, segment = i % SEGMENTS;
     if (row >= row0)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(chunk + place_of(row, segment)), "r"(0) : "memory");
+      store_zeros(chunk + place_of(row, segment));
   }
   fence_async_shared();  // before the copy engine writes there again
   __syncwarp();

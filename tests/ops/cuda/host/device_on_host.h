@@ -1,0 +1,317 @@
+// CUDA's model on the host, for kernels whose machine instructions are the functions of warp_tiles.cuh and hopper.cuh.
+//
+// Every thread of a cluster is a fiber. What waits for others hands over to a fiber drawn at random, so that a missing
+// barrier shows as wrong bits under some seed, and some warps seldom get a turn; copies to shared memory are carried out no earlier than they are waited for,
+// shared memory starts as noise, and a barrier that cannot be passed ends the program. Clusters run one after another, the
+// last one first. A product of the matrix unit is 16 products and one accumulator added in double, rounded once.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define memory (blocks[self->block].shared.data())
+#define NONE (-INFINITY)
+using u32 = unsigned;
+using u64 = unsigned long long;
+using bf16 = unsigned short;
+using std::max;
+using std::min;
+
+struct float2 { float x, y; };
+struct uint2 { u32 x, y; };
+struct Index { u32 x; };
+struct int4 { int x, y, z, w; };
+static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+
+struct Copy {
+  char* into;
+  const char* from;
+  int size, bytes;
+};
+
+struct Fiber;
+using Fibers = std::vector<Fiber*>;
+
+struct Barrier {
+  int arrived = 0;
+  u64 phase = 0;
+  Fibers waiting = {};
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+  int block, id;
+  const char* waits_for;
+  u32 which;
+  bool arrived = false, done = false;  // at the cluster's barrier; with the kernel
+  u64 phase = 0;
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+};
+
+struct Block {
+  std::vector<char> shared;
+  Barrier barrier;
+  std::vector<Barrier> warps;
+  std::vector<u64> exchanged;  // three words of each thread
+};
+
+static std::mt19937 random_number;
+static std::vector<Block> blocks;
+static Barrier cluster;
+static Fiber* self;
+static Fibers ready;  // to go on
+static ucontext_t scheduler;
+static int block_threads;
+static u32 first_block;
+static Index gridDim;
+static void (*entry)();
+
+#define threadIdx (Index{(u32)self->id})
+#define blockIdx (Index{first_block + self->block})
+
+[[noreturn]] static void fail(const char* what) {
+  fprintf(stderr, "block %d, thread %d: %s\n", self->block, self->id, what);
+  exit(3);
+}
+
+static void wait_in(Fibers& fibers, const char* what = "", u32 which = 0) {
+  self->waits_for = what, self->which = which;
+  fibers.push_back(self);
+  swapcontext(&self->context, &scheduler);
+}
+
+static void hand_over() { wait_in(ready); }
+
+static void wake(Fibers& fibers) {
+  ready.insert(ready.end(), fibers.begin(), fibers.end());
+  fibers.clear();
+}
+
+static void meet(Barrier& barrier, int count) {
+  u64 phase = barrier.phase;
+  if (++barrier.arrived == count)
+    barrier.arrived = 0, barrier.phase++, wake(barrier.waiting);
+  else
+    while (barrier.phase == phase) wait_in(barrier.waiting, "threads", count);
+}
+
+static void __syncthreads() { meet(blocks[self->block].barrier, block_threads); }
+
+// All lanes of a warp give words; `read` sees those of every lane.
+template <int N, typename Read>
+static void exchange(const u64 (&mine)[N], Read read) {
+  Block& block = blocks[self->block];
+  u64* words = &block.exchanged[self->id / 32 * 96];
+  for (int i = 0; i < N; i++) words[self->id % 32 * 3 + i] = mine[i];
+  meet(block.warps[self->id / 32], 32);
+  read((const u64*)words);
+  meet(block.warps[self->id / 32], 32);
+}
+
+template <typename T>
+static T shuffled(T x, int lane) {
+  T y;
+  u64 word = 0;
+  memcpy(&word, &x, sizeof x);
+  exchange({word}, [&](const u64* words) { memcpy(&y, &words[lane % 32 * 3], sizeof y); });
+  return y;
+}
+
+template <typename T>
+static T __shfl_sync(u32, T x, int lane) { return shuffled(x, lane); }
+template <typename T>
+static T __shfl_xor_sync(u32, T x, int mask) { return shuffled(x, self->id % 32 ^ mask); }
+
+// An address in shared memory: the offset, and in the upper byte 1 + the block of the cluster where it is not the own one.
+static u32 shared_address(const void* p) { return (const char*)p - memory; }
+static u32 in_block(u32 address, int rank) { return address | (u32)(rank + 1) << 24; }
+static u32 cluster_rank() { return self->block; }
+
+static char* place(u32 address, int size) {
+  std::vector<char>& shared = blocks[address >> 24 ? (address >> 24) - 1 : self->block].shared;
+  u32 offset = address & 0xffffff;
+  if (offset + size > shared.size()) fail("an address outside shared memory");
+  if (offset % size) fail("an address that is not aligned");
+  return shared.data() + offset;
+}
+
+static void store_in_cluster(u32 address, float value) {
+  memcpy(place(address, 4), &value, 4);
+  if (random_number() % 64 == 0) hand_over();
+}
+
+static void cluster_arrive() {
+  if (self->arrived) fail("arrived twice at the cluster's barrier");
+  self->arrived = true, self->phase = cluster.phase;
+  if (++cluster.arrived == block_threads * (int)blocks.size()) cluster.arrived = 0, cluster.phase++, wake(cluster.waiting);
+}
+
+static void cluster_wait() {
+  if (!self->arrived) fail("waits at the cluster's barrier without having arrived");
+  while (cluster.phase == self->phase) wait_in(cluster.waiting, "the cluster");
+  self->arrived = false;
+}
+
+static void copy_16(u32 into, const void* from, int bytes) {
+  if ((uintptr_t)from % 16) fail("a copy of 16 bytes that is not aligned");
+  self->open.push_back({place(into, 16), (const char*)from, 16, bytes});
+}
+
+static void copy_4(u32 into, const void* from, int bytes) {
+  self->open.push_back({place(into, 4), (const char*)from, 4, bytes});
+}
+
+static void copies_commit() {
+  self->groups.push_back(self->open);
+  self->open.clear();
+}
+
+template <int PENDING>
+static void copies_wait() {
+  for (; self->groups.size() > PENDING; self->groups.pop_front())
+    for (const Copy& copy : self->groups.front()) {
+      memset(copy.into, 0, copy.size);
+      if (copy.bytes) memcpy(copy.into, copy.from, copy.bytes);
+    }
+}
+
+static float bits_to_float(u32 x) {
+  float y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+
+static u32 float_to_bits(float x) {
+  u32 y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+
+// Four matrices of 8 x 8; lanes 8i to 8i + 7 name the rows of matrix i.
+static void load_matrices(u32 (&a)[4], u32 address, bool transpose) {
+  int lane = self->id % 32;
+  exchange({address}, [&](const u64* words) {
+    for (int i = 0; i < 4; i++) {
+      bf16 pair[2];
+      for (int j = 0; j < 2; j++) {
+        int row = lane / 4, column = lane % 4 * 2 + j;
+        if (transpose) std::swap(row, column);
+        memcpy(&pair[j], place((u32)words[(i * 8 + row) * 3], 16) + column * 2, 2);
+      }
+      a[i] = pair[0] | (u32)pair[1] << 16;
+    }
+  });
+}
+
+static void load_tile(u32 (&a)[4], u32 address) { load_matrices(a, address, false); }
+static void load_tile_transposed(u32 (&a)[4], u32 address) { load_matrices(a, address, true); }
+
+static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  int lane = self->id % 32;
+  auto element = [](u64 words, int half) { return (double)bits_to_float((u32)(words >> 16 * half & 0xffff) << 16); };
+  exchange({(u64)a[0] | (u64)a[1] << 32, (u64)a[2] | (u64)a[3] << 32, (u64)b0 | (u64)b1 << 32}, [&](const u64* words) {
+    for (int e = 0; e < 4; e++) {
+      int m = lane / 4 + e / 2 * 8, n = lane % 4 * 2 + e % 2;
+      double sum = c[e];
+      for (int k = 0; k < 16; k++) {
+        const u64 *of_a = words + (m % 8 * 4 + k % 8 / 2) * 3, *of_b = words + (n * 4 + k % 8 / 2) * 3;
+        sum += element(of_a[k / 8], m / 8 * 2 + k % 2) * element(of_b[2], k / 8 * 2 + k % 2);
+      }
+      c[e] = (float)sum;
+    }
+  });
+}
+
+static float exp2_approx(float x) {
+  float y = exp2f(x);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+
+static bf16 to_bf16(float x) {
+  u32 y = float_to_bits(x);
+  return std::isnan(x) ? 0x7fff : (y + 0x7fff + (y >> 16 & 1)) >> 16;
+}
+
+static u32 pack(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __int_as_float(int x) { return bits_to_float((u32)x); }
+static float log_sum_exp(float max, float sum) { return (max + log2f(sum)) * 0.693147182464599609375f; }
+static void __threadfence() {}
+static int atomicAdd(int* p, int n) {
+  int before = *p;
+  *p += n;
+  return before;
+}
+template <typename T>
+static T __ldcg(const T* p) { return *p; }
+
+static void run_fiber() {
+  entry();
+  if (self->arrived) fail("ends before it has waited at the cluster's barrier");
+  self->done = true;
+  swapcontext(&self->context, &scheduler);
+}
+
+template <typename T>
+static T draw(std::vector<T>& from) {
+  std::swap(from[random_number() % from.size()], from.back());
+  T drawn = from.back();
+  from.pop_back();
+  return drawn;
+}
+
+static void run_cluster(std::vector<Fiber>& fibers) {
+  for (Fiber& fiber : fibers) {
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, run_fiber, 0);
+    fiber.arrived = fiber.done = false, fiber.open.clear(), fiber.groups.clear();
+    ready.push_back(&fiber);
+  }
+  std::vector<bool> slow(fibers.size() / 32);
+  for (size_t i = 0; i < slow.size(); i++) slow[i] = random_number() % 4 == 0;
+  while (!ready.empty()) {
+    self = draw(ready);
+    if (slow[(self - fibers.data()) / 32] && random_number() % 64) {
+      ready.push_back(self);
+      continue;
+    }
+    swapcontext(&scheduler, &self->context);
+  }
+}
+
+static void launch(u32 grid, u32 cluster_blocks, int threads, int shared_bytes, void (*kernel)()) {
+  entry = kernel, block_threads = threads, gridDim = {grid};
+  std::vector<Fiber> fibers(cluster_blocks * threads);
+  for (u32 i = 0; i < fibers.size(); i++) fibers[i].block = i / threads, fibers[i].id = i % threads;
+  for (int first = grid - cluster_blocks; first >= 0; first -= cluster_blocks) {
+    first_block = first, cluster = {};
+    blocks.assign(cluster_blocks, {std::vector<char>(shared_bytes), {}, std::vector<Barrier>(threads / 32), std::vector<u64>(threads * 3)});
+    for (Block& block : blocks)
+      for (char& c : block.shared) c = random_number();
+    run_cluster(fibers);
+    for (Fiber& fiber : fibers)
+      if (!fiber.done) fprintf(stderr, "thread %d waits for %s %u\n", fiber.id, fiber.waits_for, fiber.which);
+    for (Fiber& fiber : fibers)
+      if (self = &fiber; !fiber.done) fail("waits for what never comes");
+  }
+}

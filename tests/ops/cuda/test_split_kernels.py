@@ -1,0 +1,187 @@
+"""cluster_attention.cu on the host: its text, compiled by g++ against a model of the GPU (host/device_on_host.h), must
+give the bits of the definition written down in numpy with the same matrix unit. And who takes few splits, who many.
+
+What only a GPU can show, the bits of its matrix unit and exp2, is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits
+from exactrl.ops.cuda.attention import AttentionRows
+from exactrl.ops.cuda.attention_host import scale_of
+from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile
+from exactrl.ops.cuda.nvrtc import _address, _argument
+from tests.gpu.attention_inputs import Sequences, draw
+
+HOST = Path(__file__).parent / "host"
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
+BLOCK, SPLIT = 64, 512
+
+
+def library(options: list[str], folder: Path) -> ctypes.CDLL:
+    text = (listed_splits.FOLDER / "cluster_attention.cu").read_text()
+    kernel, built = folder / "kernel.h", folder / "kernel.so"
+    kernel.write_text("\n".join(line for line in text.splitlines() if "extern __shared__" not in line))
+    includes = [f"-I{HOST}", f"-I{listed_splits.FOLDER}", f'-DKERNEL="{kernel}"']
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"]
+    command = ["g++", *flags, *includes, *options[1:], str(HOST / "cluster_attention.cpp"), "-o", str(built)]
+    compiled = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    found = ctypes.CDLL(str(built))
+    found.exp2_on_host.restype = found.lse_on_host.restype = ctypes.c_float
+    found.exp2_on_host.argtypes, found.lse_on_host.argtypes = [ctypes.c_float], [ctypes.c_float] * 2
+    return found
+
+
+class HostKernel:
+    """nvrtc.Kernel, on the host. `seed` draws the order of threads."""
+
+    def __init__(self, function: Any, seed: int) -> None:
+        self.function, self.seed = function, seed
+
+    def launch(self, grid: tuple[int, int, int], threads: int, arguments: Any, cluster: int = 1) -> None:
+        values = [_argument(a) for a in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
+        self.function(grid[0], cluster, threads, self.seed, pointers)
+
+
+class Definition:
+    """attention.py's definition of one row, with the model's matrix unit and exp2."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.exp2 = np.vectorize(library.exp2_on_host, otypes=[np.float32])
+        self.lse = library.lse_on_host
+
+    def product(self, c: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """c [N] + a [N, K] b [K], 16 of K at a time."""
+        for k in range(0, a.shape[1], 16):
+            total = c.astype(np.float64)
+            for i in range(k, k + 16):
+                total = total + a[:, i].astype(np.float64) * np.float64(b[i])
+            c = total.astype(np.float32)
+        return c
+
+    def split(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: int, scale: np.float32) -> tuple:
+        """k, v: the split's keys that exist; `seen` of them the row sees."""
+        m, l, acc = np.float32(-np.inf), np.zeros(1, np.float32), np.zeros(len(q), np.float32)
+        for first in range(0, len(k), BLOCK):
+            keys, values = np.zeros((2, BLOCK, len(q)), np.float32)
+            inside = slice(first, min(first + BLOCK, len(k)))
+            keys[: inside.stop - first], values[: inside.stop - first] = k[inside], v[inside]
+            s = self.product(np.zeros(BLOCK, np.float32), keys, q) * scale
+            s[max(0, seen - first) :] = -np.inf
+            mn = np.maximum(m, s.max())
+            mz = np.float32(0) if np.isneginf(mn) else mn
+            p = torch.from_numpy(self.exp2(s - mz)).bfloat16().float().numpy()
+            al = self.exp2(m - mz)
+            l = self.product(l * al, np.ones((1, BLOCK), np.float32), p)
+            acc, m = self.product(acc * al, np.ascontiguousarray(values.T), p), mn
+        return m, l[0], acc
+
+    def row(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: int, scale: np.float32) -> tuple:
+        """(out, lse)"""
+        M, L, A = np.float32(-np.inf), np.float32(0), np.zeros(len(q), np.float32)
+        for first in range(0, len(k), SPLIT):
+            at = slice(first, first + SPLIT)
+            m, l, acc = self.split(q, k[at], v[at], seen - first, scale)
+            if np.isneginf(m):
+                continue
+            mn = np.maximum(M, m)
+            a, b = self.exp2(M - mn), self.exp2(m - mn)
+            A, L, M = A * a + acc * b, L * a + l * b, mn
+        return torch.from_numpy(A / L).bfloat16(), self.lse(M, L)
+
+
+def expected(data: Sequences, counts: np.ndarray, definition: Definition) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, H, D], lse [H, T]) of the last `counts` rows of each sequence."""
+    (_, heads, dim), group = data.q.shape, data.q.shape[1] // data.k.shape[1]
+    scale = np.float32(scale_of(dim))
+    out = torch.empty(int(counts.sum()), heads, dim, dtype=torch.bfloat16)
+    lse = torch.empty(heads, len(out))
+    q, k, v = (t.float().numpy() for t in (data.q, data.k, data.v))
+    t = 0
+    for start, n, count in zip(data.starts, data.lengths, counts, strict=False):
+        for position in range(n - count, n):
+            for h in range(heads):
+                keys, values = (x[start : start + n, h // group] for x in (k, v))
+                out[t, h], lse[h, t] = definition.row(q[start + position, h], keys, values, position + 1, scale)
+            t += 1
+    return out, lse
+
+
+class OnHost:
+    """attend_clusters, whose launches run on the host, `held` clusters at most."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile, shape: tuple, held: int) -> None:
+        self.patch, self.tile, self.held = patch, tile, held
+        self.library = library(cluster_attention.source_options(*shape, tile), folder)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.library.list_on_host, 0))
+
+    def __call__(self, seed: int, *arguments: Any) -> None:
+        kernel = HostKernel(self.library.attend_on_host, seed)
+        self.patch.setattr(cluster_attention, "_kernel", lambda *_: (kernel, self.held))
+        cluster_attention.attend_clusters(*arguments, self.tile)
+
+
+# tile, heads, kv heads, head dim, page size, clusters at once, peak, rows
+CASES = [
+    (ClusterTile(1), 4, 2, 64, 16, 1, 1.0, 1),
+    (ClusterTile(2), 2, 1, 64, 64, 2, 4.0, 4),
+    (ClusterTile(4), 5, 1, 64, 32, 3, 16.0, 1),
+    (ClusterTile(2), 2, 1, 128, 256, 99, 2.0, 2),
+]
+LENGTHS = [1, 70, 512, 577, 1030]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile, heads, kv_heads, dim, page_size, held, peak, most = case
+    kernel = OnHost(monkeypatch, tmp_path, tile, (heads, kv_heads, dim, page_size), held)
+    data = draw(LENGTHS, heads, kv_heads, dim, page_size, peak, 0, "cpu")
+    counts = np.minimum(most, data.lengths)
+    right, right_lse = expected(data, counts, Definition(kernel.library))
+    number, rows = data.last(counts, data.lengths, np.arange(len(data.lengths)))
+    asked = np.array([0, 1, 3, 4])
+    others = np.repeat(np.isin(np.arange(len(counts)), asked, invert=True), counts)
+    right[others], right_lse[:, others] = -7.0, -7.0
+    for seed in range(2):  # two layers of one step
+        out, lse = torch.full_like(right, -7.0), torch.full_like(right_lse, -7.0)
+        kernel(seed, data.q[number], data.k_pages, data.v_pages, rows, out, lse, asked)
+        assert torch.equal(out, right)
+        assert torch.equal(lse, right_lse)
+
+
+def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = OnHost(monkeypatch, tmp_path, ClusterTile(1), (2, 1, 64, 64), 4)
+    data = draw([513, 1025], 2, 1, 64, 64, 1.0, 0, "cpu")
+    number, _ = data.last(np.ones(2, int), data.lengths, np.arange(2))
+    rows = AttentionRows.build(np.ones(2), data.lengths, data.tables, "cpu", most_keys=np.array([512, 512]))
+    out = torch.zeros(2, 2, 64, dtype=torch.bfloat16)
+    kernel(0, data.q[number], data.k_pages, data.v_pages, rows, out, None, np.arange(2))
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize(("lengths", "taken"), [([512] * 66, "clusters"), ([512] * 65 + [513], "warps")])
+def test_more_splits_than_multiprocessors_go_to_warps(lengths, taken, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(decode_attention, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(decode_attention, "attend_clusters", lambda *a: calls.append(("clusters", a[-1])))
+    monkeypatch.setattr(decode_attention, "attend_splits", lambda *a: calls.append(("warps", a[-1])))
+    q, k, lengths = torch.zeros(67, 4, 128), torch.zeros(1, 64, 2, 128), np.array([*lengths, 9999])
+    rows = AttentionRows.build(np.ones(67), lengths, np.zeros((67, 200), np.int32), "cpu")
+    tile = FEW_OR_MANY[0]
+    decode_attention.attend_few_or_many(q, k, k, rows, q, None, np.arange(66), tile)  # the last is not asked for
+    assert calls == [(taken, ClusterTile(2) if taken == "clusters" else tile)]
