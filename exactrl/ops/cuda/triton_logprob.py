@@ -13,14 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EXACT, LOG2E
-from exactrl.ops.cuda.triton_noise import gumbel
+from exactrl.ops.cuda.triton_exact import EARLY, LOG2E, wait
+from exactrl.ops.cuda.triton_noise import gumbel, gumbel_bound, random_word, random_words
 
 BLOCK = 128  # Contract.vocab_block
 GROUP = 16  # blocks of one program of `_blocks`; changes no bit
 NEG_INF = tl.constexpr(float("-inf"))  # NaN is no global: it differs from itself, so each launch would refuse it
-CHAIN = tl.constexpr(32)  # loads issued ahead of their additions; changes no bit
-LAUNCH: dict[str, Any] = {"num_warps": 4, **EXACT}
+CHAIN = 128  # terms loaded ahead of their additions; changes no bit, as the last are zeros
+MERGE_WIDTH = 1024  # blocks that one step of `_merge` holds; changes no bit
+LAUNCH: dict[str, Any] = {"num_warps": 4, **EARLY}
+MERGE: dict[str, Any] = {"num_warps": 1, **EARLY}  # its chains gain nothing from more
 
 
 @triton.jit
@@ -54,19 +56,37 @@ def scaled(logits, row, stride, i, V, temperature):
 
 @triton.jit
 def _best(z, i):
-    """(maximum, its lowest i) of z above -inf; (-inf, 2^31 - 1) where there is none. NaN never wins."""
-    z = tl.where(z > NEG_INF, z, NEG_INF)
+    """(maximum of z, its lowest i). NaN never wins, so that the maximum is NaN or -inf only where there is no best."""
     best = tl.max(z, 0)
-    return best, tl.min(tl.where((z == best) & (z > NEG_INF), i, 0x7FFFFFFF), 0)
+    return best, tl.min(tl.where(z == best, i, 0x7FFFFFFF), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
+@triton.jit
+def _best_perturbed(x, i, logits, row, stride, V, temperature, key, position, first, COUNT: tl.constexpr):
+    """_best of z = x + noise, x being entries i = first ... first + COUNT - 1 of a row.
+
+    Logarithms are slow. A bound of each z costs little, and the entry of the largest bound is the best one where its z
+    is above all other bounds. Elsewhere, which is rare, all z are computed.
+    """
+    words = random_words(key, position, first, COUNT)
+    bounds = x + gumbel_bound(words)
+    _, at = _best(bounds, i)
+    top = scaled(logits, row, stride, at, V, temperature) + gumbel(random_word(key, position, at))
+    if tl.sum((bounds >= top).to(tl.int32), 0) != 1:
+        top, at = _best(x + gumbel(words), i)
+    return top, at
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _blocks(
-    logits, temperatures, keys, positions, sums, best, token, V, rows, blocks, stride,
-    N: tl.constexpr, SAMPLE: tl.constexpr, ENTROPY: tl.constexpr,
+    logits, temperatures, keys, positions, sums, best, token, rows, stride,
+    V: tl.constexpr, N: tl.constexpr, SAMPLE: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """sums [2 or 3, rows, blocks] = (m, s[, q]) of N blocks; best, token [rows, groups] of the perturbed logits."""
-    row, group = tl.program_id(0), tl.program_id(1)
+    wait()
+    blocks: tl.constexpr = (V + 127) // 128
+    groups: tl.constexpr = (blocks + N - 1) // N
+    row, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     i = group * N * 128 + tl.arange(0, N * 128)
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0.0
@@ -74,11 +94,14 @@ def _blocks(
         temperature = tl.where(greedy, 1.0, temperature)
     x = scaled(logits, row, stride, i, V, temperature)
     if SAMPLE:
-        z = x
-        if not greedy:
-            z = x + gumbel(tl.load(keys + row), tl.load(positions + row), group * N * 128, N * 128)
-        top, index = _best(z, i)
-        at = row.to(tl.int64) * tl.num_programs(1) + group
+        if greedy:
+            top, index = _best(x, i)
+        else:
+            key, position = tl.load(keys + row), tl.load(positions + row)
+            top, index = _best_perturbed(
+                x, i, logits, row, stride, V, temperature, key, position, group * N * 128, N * 128
+            )  # fmt: skip
+        at = row.to(tl.int64) * groups + group
         tl.store(best + at, top)
         tl.store(token + at, index)
     x = tl.reshape(x, (N, 128))
@@ -110,45 +133,50 @@ def _best_of_row(best, token, row, groups, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _ascending(parts, blocks, UNROLL: tl.constexpr):
-    """Sum of parts [blocks], one chain."""
-    total = 0.0
-    for first in range(0, blocks, UNROLL):
-        for j in tl.static_range(UNROLL):
-            total += tl.load(parts + first + j, mask=first + j < blocks, other=0.0)
-    return total
-
-
-@triton.jit(do_not_specialize=["V", "rows", "blocks", "groups"])
-def _merge(
-    sums, scratch, best, token, logits, temperatures, targets, logprobs, lse, entropy, V, rows, blocks, groups, stride,
-    SAMPLE: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A row: logprob of its target (written to `targets` when SAMPLE), lse [rows, 2], entropy."""
-    row = tl.program_id(0)
+def _weighted(sums, scratch, row, rows, blocks, padded, ENTROPY: tl.constexpr, WIDTH: tl.constexpr):
+    """Maximum M of a row (0 for -inf); scratch [1 or 2, rows, padded] gets the terms of S and Q, 0 from `blocks` on."""
     plane, at = rows.to(tl.int64) * blocks, row.to(tl.int64) * blocks
+    plane_out, at_out = rows.to(tl.int64) * padded, row.to(tl.int64) * padded
     M = NEG_INF
     for first in range(0, blocks, WIDTH):
         b = first + tl.arange(0, WIDTH)
         M = tl.maximum(M, tl.max(tl.load(sums + at + b, mask=b < blocks, other=NEG_INF), 0))
     M = tl.where(M == NEG_INF, 0.0, M)
-    for first in range(0, blocks, WIDTH):
+    for first in range(0, padded, WIDTH):
         b = first + tl.arange(0, WIDTH)
         m = tl.load(sums + at + b, mask=b < blocks, other=NEG_INF)
         s = tl.load(sums + plane + at + b, mask=b < blocks, other=0.0)
         weight = tl.exp2((m - M) * LOG2E)
-        tl.store(scratch + at + b, weight * s, mask=b < blocks)
+        tl.store(scratch + at_out + b, weight * s, mask=b < padded)
         if ENTROPY:
             q = tl.load(sums + 2 * plane + at + b, mask=b < blocks, other=0.0)
             shifted = tl.where(m == NEG_INF, 0.0, s * (m - M))
-            tl.store(scratch + plane + at + b, weight * (q + shifted), mask=b < blocks)
-    tl.debug_barrier()  # the chain below reads what other threads of this program have stored
-    total = _ascending(scratch + at, blocks, CHAIN)
+            tl.store(scratch + plane_out + at_out + b, weight * (q + shifted), mask=b < padded)
+    return M
+
+
+@triton.jit(do_not_specialize=["V", "rows", "blocks", "groups"])
+def _merge(
+    sums, scratch, best, token, logits, temperatures, targets, logprobs, lse, entropy, V, rows, blocks, padded, groups,
+    stride, SAMPLE: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """A row: logprob of its target (written to `targets` when SAMPLE), lse [rows, 2], entropy."""
+    wait()
+    row = tl.program_id(0)
+    M = _weighted(sums, scratch, row, rows, blocks, padded, ENTROPY, WIDTH)
+    tl.debug_barrier()  # the chains below read what other threads of this program have stored
+    terms, plane = scratch + row.to(tl.int64) * padded, rows.to(tl.int64) * padded
+    total, products = 0.0, 0.0
+    for first in range(0, padded, CHAIN):
+        for j in tl.static_range(CHAIN):
+            total += tl.load(terms + first + j)
+            if ENTROPY:
+                products += tl.load(terms + plane + first + j)
     ln = tl.log(total)
     tl.store(lse + 2 * row, M)
     tl.store(lse + 2 * row + 1, ln)
     if ENTROPY:
-        tl.store(entropy + row, ln - tl.div_rn(_ascending(scratch + plane + at, blocks, CHAIN), total))
+        tl.store(entropy + row, ln - tl.div_rn(products, total))
     temperature = tl.load(temperatures + row)
     if SAMPLE:
         temperature = tl.where(temperature == 0.0, 1.0, temperature)
@@ -162,9 +190,11 @@ def _merge(
 
 
 @triton.jit
-def _all(logits, temperatures, lse, out, digests, V, stride, COUNT: tl.constexpr, DIGEST: tl.constexpr):
+def _all(logits, temperatures, lse, out, digests, stride, V: tl.constexpr, COUNT: tl.constexpr, DIGEST: tl.constexpr):
     """out [rows, V] = log-probabilities, or digests int64 [rows, groups] = a sum mod 2^64 of hashed (index, bits)."""
-    row, group = tl.program_id(0), tl.program_id(1)
+    wait()
+    groups: tl.constexpr = (V + COUNT - 1) // COUNT
+    row, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     i = group * COUNT + tl.arange(0, COUNT)
     x = scaled(logits, row, stride, i, V, tl.load(temperatures + row))
     lp = (x - tl.load(lse + 2 * row)) - tl.load(lse + 2 * row + 1)
@@ -174,17 +204,28 @@ def _all(logits, temperatures, lse, out, digests, V, stride, COUNT: tl.constexpr
         h = (h ^ (h >> 27)) * 0x94D049BB133111EB
         h = tl.where(i < V, h ^ (h >> 31), 0)
         total = tl.sum(h.to(tl.int64, bitcast=True), 0)  # integers: no order
-        tl.store(digests + row.to(tl.int64) * tl.num_programs(1) + group, total)
+        tl.store(digests + row.to(tl.int64) * groups + group, total)
     else:
         tl.store(out + row.to(tl.int64) * V + i, lp, mask=i < V)
 
 
 @triton.jit
 def _backward(
-    logits, temperatures, targets, lse, entropy, d_logprobs, d_entropy, d_logits, V, stride, COUNT: tl.constexpr
+    logits,
+    temperatures,
+    targets,
+    lse,
+    entropy,
+    d_logprobs,
+    d_entropy,
+    d_logits,
+    stride,
+    V: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    i = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    wait()
+    groups: tl.constexpr = (V + COUNT - 1) // COUNT
+    row, i = tl.program_id(0) // groups, tl.program_id(0) % groups * COUNT + tl.arange(0, COUNT)
     temperature = tl.load(temperatures + row)
     x = scaled(logits, row, stride, i, V, temperature)
     lp = (x - tl.load(lse + 2 * row)) - tl.load(lse + 2 * row + 1)
@@ -237,9 +278,9 @@ def blocks(
     if noise is not None:
         best = torch.empty(rows, groups, dtype=torch.float32, device=device)
         token = torch.empty(rows, groups, dtype=torch.int32, device=device)
-    _blocks[(rows, groups)](
-        logits, temperatures, *(noise or (None, None)), sums, best, token, vocab, rows, count, logits.stride(0),
-        GROUP, noise is not None, entropy, **LAUNCH,
+    _blocks[(rows * groups,)](
+        logits, temperatures, *(noise or (None, None)), sums, best, token, rows, logits.stride(0), vocab, GROUP,
+        noise is not None, entropy, **LAUNCH,
     )  # fmt: skip
     return Blocks(sums, best, token)
 
@@ -255,10 +296,12 @@ def merge(
     logprobs, lse = torch.empty_like(temperatures), temperatures.new_empty(rows, 2)
     entropy = temperatures.new_empty(rows if planes == 3 else 0)
     groups = 0 if parts.best is None else parts.best.shape[1]
+    padded = -(-count // CHAIN) * CHAIN
+    scratch = torch.empty(planes - 1, rows, padded, dtype=torch.float32, device=logits.device)
     _merge[(rows,)](
-        parts.sums, torch.empty_like(parts.sums[1:]), parts.best, parts.token, logits, temperatures, targets, logprobs,
-        lse, entropy, logits.shape[1], rows, count, groups, logits.stride(0), parts.best is not None, planes == 3,
-        1024, **LAUNCH,
+        parts.sums, scratch, parts.best, parts.token, logits, temperatures, targets, logprobs,
+        lse, entropy, logits.shape[1], rows, count, padded, groups, logits.stride(0), parts.best is not None,
+        planes == 3, MERGE_WIDTH, CHAIN, **MERGE,
     )  # fmt: skip
     return logprobs, lse, entropy
 
@@ -267,17 +310,19 @@ def all_logprobs(logits: torch.Tensor, temperatures: torch.Tensor, lse: torch.Te
     """fp32 [R, V]; the entry of a token has the bits of its logprob. Temperatures > 0."""
     _check(logits, temperatures)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    grid = (len(logits), triton.cdiv(logits.shape[1], 2048))
-    _all[grid](logits, temperatures, lse, out, None, logits.shape[1], logits.stride(0), 2048, False, **LAUNCH)
+    grid = (len(logits) * triton.cdiv(logits.shape[1], 2048),)
+    _all[grid](logits, temperatures, lse, out, None, logits.stride(0), logits.shape[1], 2048, False, **LAUNCH)
     return out
 
 
 def logprob_digests(logits: torch.Tensor, temperatures: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """int64 [R]: a digest of each row's log-probabilities, without ever storing them. Temperatures > 0."""
     _check(logits, temperatures)
-    grid = (len(logits), triton.cdiv(logits.shape[1], 2048))
-    parts = torch.empty(grid, dtype=torch.int64, device=logits.device)
-    _all[grid](logits, temperatures, lse, None, parts, logits.shape[1], logits.stride(0), 2048, True, **LAUNCH)
+    groups = triton.cdiv(logits.shape[1], 2048)
+    parts = torch.empty(len(logits), groups, dtype=torch.int64, device=logits.device)
+    _all[(parts.numel(),)](
+        logits, temperatures, lse, None, parts, logits.stride(0), logits.shape[1], 2048, True, **LAUNCH
+    )
     return parts.sum(1)
 
 
@@ -288,8 +333,8 @@ def logits_gradient(
     """[R, V] in `out_dtype`, rounded once from fp32: gradient with regard to the logits, 1 / T included."""
     _check(logits, temperatures)
     out = torch.empty(logits.shape, dtype=out_dtype, device=logits.device)
-    _backward[(len(logits), triton.cdiv(logits.shape[1], 2048))](
-        logits, temperatures, targets, lse, entropy, d_logprobs, d_entropy, out, logits.shape[1], logits.stride(0),
+    _backward[(len(logits) * triton.cdiv(logits.shape[1], 2048),)](
+        logits, temperatures, targets, lse, entropy, d_logprobs, d_entropy, out, logits.stride(0), logits.shape[1],
         2048, **LAUNCH,
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EXACT
+from exactrl.ops.cuda.triton_exact import EARLY, wait
 
 LONGEST_ROW = 16384
 JOB = 32  # rows whose weight gradient is summed ascending into one partial
@@ -28,7 +28,7 @@ COLUMNS = 64
 
 def warps_for(elements: int) -> int:
     """Warps of a program with so many elements; decides time, never bits."""
-    return min(max(elements // 512, 1), 8)
+    return min(max(elements // 1024, 1), 8)
 
 
 def row_stride(t: torch.Tensor, inner: int = 1) -> int:
@@ -46,13 +46,23 @@ def _levels(length):
     return length.bit_length() - 1
 
 
+@triton.constexpr_function
+def _levels_across_warps(length):
+    """Of the 10 levels of a long row: enough for 8 warps."""
+    return 3 if length >= 512 else 0
+
+
 @triton.jit
 def row_tree(v):
     """fp32 [R, P] -> [R], tree over P (a power of two)."""
     for _ in tl.static_range(_levels(v.shape[1]) - WIDTH_LEVELS):
         v = tl.sum(v.reshape([v.shape[0], 2, v.shape[1] // 2]), 1)
-    for _ in tl.static_range(_levels(v.shape[1])):
+    last: tl.constexpr = _levels_across_warps(v.shape[1])
+    for _ in tl.static_range(_levels(v.shape[1]) - last):
         v = tl.sum(v.reshape([v.shape[0], v.shape[1] // 2, 2]), 2)
+    for _ in tl.static_range(last):  # one exchange for all of them, where tl.sum needs one for each
+        left, right = tl.split(v.reshape([v.shape[0], v.shape[1] // 2, 2]))
+        v = left + right
     return v.reshape([v.shape[0]])
 
 
@@ -67,6 +77,7 @@ def inverse_rms(total, eps, N: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def column_tree_kernel(parts, sums, rows, N, COLUMNS: tl.constexpr):
     """sums[i] = columns of parts[64 i : 64 i + 64], padded with +0; parts fp32 [rows, N]."""
+    wait()
     chunk = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -85,7 +96,7 @@ def column_sums(parts: torch.Tensor) -> torch.Tensor:
         rows = parts.shape[0]
         sums = parts.new_empty(triton.cdiv(rows, CHUNK.value), n)
         column_tree_kernel[(sums.shape[0], triton.cdiv(n, COLUMNS))](
-            parts, sums, rows, n, COLUMNS, num_warps=4, **EXACT
+            parts, sums, rows, n, COLUMNS, num_warps=4, **EARLY
         )
         parts = sums
     return parts[0]

@@ -31,7 +31,8 @@ TYPES = {
     "token": "*i32",
     "d_logits": "*bf16",
 }
-SIZES = ("V", "rows", "blocks", "groups", "stride")
+V = 151936
+SIZES = ("V", "rows", "blocks", "padded", "groups", "stride")
 
 
 @triton.jit
@@ -43,30 +44,37 @@ def _ln(x, y):
 NOT_SAMPLING = {"keys": None, "positions": None, "best": None, "token": None}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ln": (_ln, {}),
-    "blocks": (kernels._blocks, {**NOT_SAMPLING, "N": 16, "SAMPLE": False, "ENTROPY": True}),
-    "blocks sampling": (kernels._blocks, {"N": 16, "SAMPLE": True, "ENTROPY": False}),
-    "merge": (kernels._merge, {"best": None, "token": None, "SAMPLE": False, "ENTROPY": True, "WIDTH": 1024}),
-    "merge sampling": (kernels._merge, {"SAMPLE": True, "ENTROPY": False, "WIDTH": 1024}),
-    "all": (kernels._all, {"digests": None, "COUNT": 2048, "DIGEST": False}),
-    "digest": (kernels._all, {"out": None, "COUNT": 2048, "DIGEST": True}),
-    "backward": (kernels._backward, {"COUNT": 2048}),
+    "blocks": (kernels._blocks, {**NOT_SAMPLING, "V": V, "N": 16, "SAMPLE": False, "ENTROPY": True}),
+    "blocks sampling": (kernels._blocks, {"V": V, "N": 16, "SAMPLE": True, "ENTROPY": False}),
+    "merge": (
+        kernels._merge,
+        {"best": None, "token": None, "SAMPLE": False, "ENTROPY": True, "WIDTH": 1024, "CHAIN": 128},
+    ),
+    "merge sampling": (kernels._merge, {"SAMPLE": True, "ENTROPY": False, "WIDTH": 1024, "CHAIN": 128}),
+    "all": (kernels._all, {"digests": None, "V": V, "COUNT": 2048, "DIGEST": False}),
+    "digest": (kernels._all, {"out": None, "V": V, "COUNT": 2048, "DIGEST": True}),
+    "backward": (kernels._backward, {"V": V, "COUNT": 2048}),
 }
 
 
 def ptx(function, constants: dict[str, Any], options: dict[str, Any]) -> str:
     kinds = {name: "i32" if name in SIZES else TYPES.get(name, "*fp32") for name in function.arg_names}
     pointers = {name for name, kind in kinds.items() if kind.startswith("*") and name not in constants}
-    aligned = [i for i, name in enumerate(kinds) if name in pointers or name in ("V", "stride")]
+    aligned = [i for i, name in enumerate(kinds) if name in pointers or name in ("V", "stride", "padded")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}  # as for a vocabulary that 16 divides
     return to_ptx(function, kinds, constants, options, attributes)
 
 
 def counts(options: dict[str, Any]) -> dict[str, dict[str, int]]:
-    found = {name: ptx(function, constants, options) for name, (function, constants) in KERNELS.items()}
+    found = {
+        name: ptx(function, constants, kernels.MERGE if function is kernels._merge else options)
+        for name, (function, constants) in KERNELS.items()
+    }
     return {
         name: {
             **{what: len(re.findall(pattern, text)) for what, pattern in INSTRUCTIONS.items()},
             "barrier_after_stores": barriers_after_stores(text),
+            "waits_first": waits_first(text),
         }
         for name, text in found.items()
     }
@@ -74,8 +82,14 @@ def counts(options: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 def barriers_after_stores(text: str) -> int:
     """Places where global stores are followed by a barrier and then by global loads."""
-    events = re.findall(r"(?:ld|st)\.global|bar\.sync", text)
+    events = re.findall(r"(?:ld|st)\.global|bar\.(?:warp\.)?sync", text)
     return len(re.findall("SBL", "".join({"ld": "L", "st": "S", "ba": "B"}[event[:2]] for event in events)))
+
+
+def waits_first(text: str) -> bool:
+    """Memory is touched only after the kernel before this one is done."""
+    events = re.findall(r"griddepcontrol\.wait|(?:ld|st)\.global", text)
+    return events[0] == "griddepcontrol.wait" and events.count(events[0]) == 1
 
 
 if __name__ == "__main__":

@@ -31,20 +31,20 @@ CASES = {
     "rms_norm_backward": (
         triton_norm.rms_norm_backward_kernel,
         {**NORM, "dy": BF16, "extra": BF16, "dh": BF16, "parts": F32, "T": "i32"},
-        {"dx": None, "N": 2560, "P": 4096, "JOB": triton_rows.JOB},
+        {"dx": None, "N": 2560, "P": 4096, "JOB": triton_rows.JOB, "STAGES": 3},
     ),
     "qkv": (triton_qkv.qkv_kernel, QKV, {**HEADS, "slots": None}),
     "qkv_into_cache": (triton_qkv.qkv_kernel, QKV, HEADS),
-    "qkv_backward": (triton_qkv.qkv_backward_kernel, QKV, {**HEADS, "JOB": triton_rows.JOB}),
+    "qkv_backward": (triton_qkv.qkv_backward_kernel, QKV, {**HEADS, "JOB": triton_rows.JOB, "STAGES": 3}),
     "swiglu": (
         triton_swiglu.swiglu_kernel,
-        {"gate_up": BF16, "y": BF16, "stride": "i32", "I": "i32"},
-        {"BLOCK": triton_swiglu.BLOCK},
+        {"gate_up": BF16, "y": BF16, "stride": "i32"},
+        {"I": 9728, "BLOCK": triton_swiglu.BLOCK},
     ),
     "swiglu_backward": (
         triton_swiglu.swiglu_backward_kernel,
-        {"gate_up": BF16, "dy": BF16, "grad": BF16, "stride": "i32", "I": "i32"},
-        {"BLOCK": triton_swiglu.BLOCK},
+        {"gate_up": BF16, "dy": BF16, "grad": BF16, "stride": "i32"},
+        {"I": 9728, "BLOCK": triton_swiglu.BLOCK},
     ),
     "column_tree": (
         triton_rows.column_tree_kernel,
