@@ -13,6 +13,7 @@ if not torch.cuda.is_available():  # before kernels are imported, which tests/op
     pytest.skip("needs an H100 or H200", allow_module_level=True)
 pytest.importorskip("triton")
 from exactrl.ops.cuda import embedding, norm, qkv, swiglu, triton_norm, triton_qkv
+from exactrl.ops.cuda.triton_rows import column_sums
 
 EPS = 1e-6
 BF16 = torch.bfloat16
@@ -33,6 +34,15 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def cuda(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.cuda() for t in tensors)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 63, 64, 65, 511, 512, 513, 4096, 8192])
+@pytest.mark.parametrize("columns", [128, 2560, 70])
+def test_columns_are_added_by_the_tree(rows: int, columns: int) -> None:
+    """Sums of -0, too: they show which zeros have been added."""
+    parts = normal(rows, columns, seed=1, dtype=torch.float32)
+    parts[:, ::3] = -0.0
+    assert same(column_sums(parts.cuda()), definition.column_sums(parts))
 
 
 @pytest.mark.parametrize("n", HIDDEN)
@@ -144,8 +154,6 @@ def test_the_norm_backward_has_the_bits_of_its_definition(rows: int) -> None:
     dh, _, parts = triton_norm.backward(*cuda(h, w, dy, extra), EPS, BF16, True)
     expected_dh, expected_dw = definition.norm_backward(h, w, dy, extra, EPS)
     assert same(dh, expected_dh)
-    from exactrl.ops.cuda.triton_rows import column_sums
-
     assert parts is not None
     assert same(column_sums(parts), expected_dw)
 

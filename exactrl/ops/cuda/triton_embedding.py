@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EARLY, wait
+from exactrl.ops.cuda.triton_early import EARLY, wait
 
 BLOCK = 512
 

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EARLY, LOG2E, wait
+from exactrl.ops.cuda.triton_early import EARLY, wait
+from exactrl.ops.cuda.triton_exact import LOG2E
 from exactrl.ops.cuda.triton_noise import gumbel, gumbel_bound, random_word, random_words
 
 BLOCK = 128  # Contract.vocab_block
@@ -50,7 +51,7 @@ def scaled(logits, row, stride, i, V, temperature):
     """Entries i of a row over its temperature; -inf from V on."""
     x = tl.load(logits + row.to(tl.int64) * stride + i, mask=i < V, other=NEG_INF)
     if temperature != 1.0:  # x / 1 is x
-        x = tl.div_rn(x, temperature)
+        x = tl.where(i < V, tl.div_rn(x, temperature), NEG_INF)  # rows of padding may hold a temperature below 0
     return x
 
 

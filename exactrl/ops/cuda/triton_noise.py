@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EARLY, wait
+from exactrl.ops.cuda.triton_early import EARLY, wait
 
 LN2 = 0.6931471805599453
 LN2_ULP = tl.constexpr(LN2 * 2.0**-23)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EARLY, wait
+from exactrl.ops.cuda.triton_early import EARLY, wait
 from exactrl.ops.cuda.triton_rows import JOB, LONGEST_ROW, inverse_rms, row_stride, row_tree, warps_for
 
 STAGES = 3  # rows whose loads are under way in the backward
@@ -19,14 +19,14 @@ def rms_norm_kernel(h, x, w, h_out, y, stride_h, stride_x, eps, N: tl.constexpr,
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, P)[None, :]
     inside = i < N
     v = tl.load(h + row * stride_h + i, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(w + i, mask=inside, other=0.0)  # with the row: one wait for memory
     if x is not None:
         v = v + tl.load(x + row * stride_x + i, mask=inside, other=0.0).to(tl.float32)
         rounded = v.to(h_out.dtype.element_ty)
         tl.store(h_out + row * N + i, rounded, mask=inside)
         v = rounded.to(tl.float32)
     r = inverse_rms(row_tree(v * v), eps, N)[:, None]
-    scaled = (v * r) * tl.load(w + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * N + i, scaled.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * N + i, ((v * r) * weight.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])

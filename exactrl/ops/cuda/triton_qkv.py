@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EARLY, wait
+from exactrl.ops.cuda.triton_early import EARLY, wait
 from exactrl.ops.cuda.triton_rows import JOB, inverse_rms, row_stride, row_tree, warps_for
 
 if TYPE_CHECKING:
@@ -66,10 +66,13 @@ def _head_tree(a, b):
 
 @triton.jit
 def _normed_rotated(
-    x, first, w, c, s, y, eps, written, COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr
+    x, first, w, cos, sin, position, POSITIONS, y, eps, written,
+    COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    """The angles are asked for last: only they wait for the position."""
     a, b = _halves(x, first, COUNT, D, HEADS)
     wa, wb = _weights(w, D, HEADS)
+    c, s = _angles(cos, sin, position, POSITIONS, D, HEADS)
     r = inverse_rms(_head_tree(a * a, b * b), eps, D)[:, None]
     a = ((a * r) * wa).to(y.dtype.element_ty).to(tl.float32)
     b = ((b * r) * wb).to(y.dtype.element_ty).to(tl.float32)
@@ -89,15 +92,17 @@ def qkv_kernel(
     K: tl.constexpr = (HK + HEADS - 1) // HEADS
     token, block = (tl.program_id(0) // (Q + 2 * K)).to(tl.int64), tl.program_id(0) % (Q + 2 * K)
     x = qkv + token * stride
-    c, s = _angles(cos, sin, tl.load(positions + token), POSITIONS, D, HEADS)
-    slot = token
+    position, slot = tl.load(positions + token), token
     if slots is not None:
         slot = tl.load(slots + token).to(tl.int64)
     if block < Q:
-        _normed_rotated(x, block * HEADS, wq, c, s, q + token * H * D, eps, token >= 0, H, D, HEADS)
+        _normed_rotated(
+            x, block * HEADS, wq, cos, sin, position, POSITIONS, q + token * H * D, eps, token >= 0, H, D, HEADS
+        )  # fmt: skip
     elif block < Q + K:
         _normed_rotated(
-            x + H * D, (block - Q) * HEADS, wk, c, s, k + slot * stride_k, eps, slot >= 0, HK, D, HEADS
+            x + H * D, (block - Q) * HEADS, wk, cos, sin, position, POSITIONS, k + slot * stride_k, eps, slot >= 0,
+            HK, D, HEADS,
         )  # fmt: skip
     else:
         first = (block - Q - K) * HEADS

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EARLY, LOG2E, wait
+from exactrl.ops.cuda.triton_early import EARLY, wait
+from exactrl.ops.cuda.triton_exact import LOG2E
 from exactrl.ops.cuda.triton_rows import row_stride
 
 BLOCK = 512
