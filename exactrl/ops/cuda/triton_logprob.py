@@ -20,7 +20,7 @@ from exactrl.ops.cuda.triton_noise import gumbel, gumbel_bound, random_word, ran
 BLOCK = 128  # Contract.vocab_block
 GROUP = 16  # blocks of one program of `_blocks`; changes no bit
 NEG_INF = tl.constexpr(float("-inf"))  # NaN is no global: it differs from itself, so each launch would refuse it
-CHAIN = 128  # terms loaded ahead of their additions; changes no bit, as the last are zeros
+CHAIN = 64  # terms loaded while as many are added; changes no bit, as the last are zeros
 MERGE_WIDTH = 1024  # blocks that one step of `_merge` holds; changes no bit
 LAUNCH: dict[str, Any] = {"num_warps": 4, **EARLY}
 MERGE: dict[str, Any] = {"num_warps": 1, **EARLY}  # its chains gain nothing from more
@@ -156,6 +156,29 @@ def _weighted(sums, scratch, row, rows, blocks, padded, ENTROPY: tl.constexpr, W
     return M
 
 
+@triton.jit
+def _pairs(terms, plane, ENTROPY: tl.constexpr, CHAIN: tl.constexpr):
+    """CHAIN fp32 terms of S, then those of Q, two to an int64: half as many loads as terms."""
+    pointer = terms.to(tl.pointer_type(tl.int64), bitcast=True)
+    found = ()
+    for j in tl.static_range(CHAIN // 2):
+        found += (tl.load(pointer + j),)
+    if ENTROPY:
+        for j in tl.static_range(CHAIN // 2):
+            found += (tl.load(pointer + plane // 2 + j),)
+    return found
+
+
+@triton.jit
+def _low(pair):
+    return pair.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(pair):
+    return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["V", "rows", "blocks", "groups"])
 def _merge(
     sums, scratch, best, token, logits, temperatures, targets, logprobs, lse, entropy, V, rows, blocks, padded, groups,
@@ -164,20 +187,6 @@ def _merge(
     """A row: logprob of its target (written to `targets` when SAMPLE), lse [rows, 2], entropy."""
     wait()
     row = tl.program_id(0)
-    M = _weighted(sums, scratch, row, rows, blocks, padded, ENTROPY, WIDTH)
-    tl.debug_barrier()  # the chains below read what other threads of this program have stored
-    terms, plane = scratch + row.to(tl.int64) * padded, rows.to(tl.int64) * padded
-    total, products = 0.0, 0.0
-    for first in range(0, padded, CHAIN):
-        for j in tl.static_range(CHAIN):
-            total += tl.load(terms + first + j)
-            if ENTROPY:
-                products += tl.load(terms + plane + first + j)
-    ln = tl.log(total)
-    tl.store(lse + 2 * row, M)
-    tl.store(lse + 2 * row + 1, ln)
-    if ENTROPY:
-        tl.store(entropy + row, ln - tl.div_rn(products, total))
     temperature = tl.load(temperatures + row)
     if SAMPLE:
         temperature = tl.where(temperature == 0.0, 1.0, temperature)
@@ -187,6 +196,22 @@ def _merge(
         target = tl.load(targets + row)
     known = (target >= 0) & (target < V)
     x = tl.load(logits + row.to(tl.int64) * stride + target, mask=known, other=float("nan"))
+    M = _weighted(sums, scratch, row, rows, blocks, padded, ENTROPY, WIDTH)
+    tl.debug_barrier()  # the chains below read what other threads of this program have stored
+    terms, plane = scratch + row.to(tl.int64) * padded, rows.to(tl.int64) * padded
+    total, products = 0.0, 0.0
+    ahead = _pairs(terms, plane, ENTROPY, CHAIN)
+    for first in range(CHAIN, padded + CHAIN, CHAIN):
+        pairs, ahead = ahead, _pairs(terms + tl.minimum(first, padded - CHAIN), plane, ENTROPY, CHAIN)
+        for j in tl.static_range(CHAIN // 2):
+            total = (total + _low(pairs[j])) + _high(pairs[j])
+            if ENTROPY:
+                products = (products + _low(pairs[CHAIN // 2 + j])) + _high(pairs[CHAIN // 2 + j])
+    ln = tl.log(total)
+    tl.store(lse + 2 * row, M)
+    tl.store(lse + 2 * row + 1, ln)
+    if ENTROPY:
+        tl.store(entropy + row, ln - tl.div_rn(products, total))
     tl.store(logprobs + row, (tl.div_rn(x, temperature) - M) - ln)
 
 

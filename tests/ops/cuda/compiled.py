@@ -48,9 +48,9 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "blocks sampling": (kernels._blocks, {"V": V, "N": 16, "SAMPLE": True, "ENTROPY": False}),
     "merge": (
         kernels._merge,
-        {"best": None, "token": None, "SAMPLE": False, "ENTROPY": True, "WIDTH": 1024, "CHAIN": 128},
+        {"best": None, "token": None, "SAMPLE": False, "ENTROPY": True, "WIDTH": 1024, "CHAIN": kernels.CHAIN},
     ),
-    "merge sampling": (kernels._merge, {"SAMPLE": True, "ENTROPY": False, "WIDTH": 1024, "CHAIN": 128}),
+    "merge sampling": (kernels._merge, {"SAMPLE": True, "ENTROPY": False, "WIDTH": 1024, "CHAIN": kernels.CHAIN}),
     "all": (kernels._all, {"digests": None, "V": V, "COUNT": 2048, "DIGEST": False}),
     "digest": (kernels._all, {"out": None, "V": V, "COUNT": 2048, "DIGEST": True}),
     "backward": (kernels._backward, {"V": V, "COUNT": 2048}),
