@@ -87,9 +87,10 @@ def barriers_after_stores(text: str) -> int:
 
 
 def waits_first(text: str) -> bool:
-    """Memory is touched only after the kernel before this one is done."""
-    events = re.findall(r"griddepcontrol\.wait|(?:ld|st)\.global", text)
-    return events[0] == "griddepcontrol.wait" and events.count(events[0]) == 1
+    """Memory is touched, and the next kernel launched, only after the kernel before this one is done."""
+    events = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global", text)
+    controls = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    return events[:2] == controls and not any(event in controls for event in events[2:])
 
 
 if __name__ == "__main__":

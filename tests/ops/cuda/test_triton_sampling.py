@@ -150,6 +150,14 @@ def test_no_plausible_logprob_from_bad_logits(temperature: float, n: int) -> Non
     assert one(logits, temperature) == (0, 0.0)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+def test_rows_of_padding_draw_no_token_behind_the_vocabulary(value: float) -> None:
+    """Whatever is in them, temperatures below 0 included: the token is an index into the embedding."""
+    temperatures = torch.tensor([-1.0, -np.inf, np.inf, np.nan, -0.0, 1e-45])
+    _, _, (tokens, _, _) = draw(torch.full((6, 3000), value), temperatures)
+    assert ((tokens >= -1) & (tokens < 3000)).all()
+
+
 def test_no_rows() -> None:
     empty = torch.empty(0, dtype=torch.int64)
     tokens, logprobs, digests = sample_exact(torch.empty(0, 50), torch.empty(0), empty, empty, digest=True)
