@@ -18,32 +18,21 @@ from exactrl.ops.cuda.triton_exact import LOG2E
 from exactrl.ops.cuda.triton_noise import gumbel, gumbel_bound, random_word, random_words
 
 BLOCK = 128  # Contract.vocab_block
-GROUP = 16  # blocks of one program of `_blocks`; changes no bit
+GROUP = 4  # blocks that a program of `_blocks` takes at once; changes no bit
+SPANS = ((8, 1), (1 << 31, 4))  # (most rows, groups of such a program, one after the other); changes no bit
 NEG_INF = tl.constexpr(float("-inf"))  # NaN is no global: it differs from itself, so each launch would refuse it
 CHAIN = 64  # terms loaded while as many are added; changes no bit, as the last are zeros
-MERGE_WIDTH = 1024  # blocks that one step of `_merge` holds; changes no bit
+MERGE_WIDTH = 256  # blocks that `_merge` loads at once; changes no bit
 LAUNCH: dict[str, Any] = {"num_warps": 4, **EARLY}
-MERGE: dict[str, Any] = {"num_warps": 1, **EARLY}  # its chains gain nothing from more
-
-
-@triton.jit
-def _halved(x, N: tl.constexpr, WIDTH: tl.constexpr):
-    """x [N, WIDTH] -> [N, WIDTH / 2]: element 2 i plus element 2 i + 1."""
-    left, right = tl.split(tl.reshape(x, (N, WIDTH // 2, 2)))
-    return left + right
+ALONE: dict[str, Any] = {"num_warps": 1, **EARLY}  # no waiting for other warps
 
 
 @triton.jit
 def tree(x, N: tl.constexpr):
-    """x [N, 128] -> [N]: balanced binary tree over neighbours. tl.sum would follow the register layout."""
-    x = _halved(x, N, 128)
-    x = _halved(x, N, 64)
-    x = _halved(x, N, 32)
-    x = _halved(x, N, 16)
-    x = _halved(x, N, 8)
-    x = _halved(x, N, 4)
-    x = _halved(x, N, 2)
-    return tl.reshape(x, (N,))
+    """x [N, 128] -> [N]: balanced binary tree over neighbours. tl.sum of more than two would follow the layout."""
+    for _ in tl.static_range(7):
+        x = tl.sum(x.reshape([N, x.shape[1] // 2, 2]), 2)
+    return x.reshape([N])
 
 
 @triton.jit
@@ -81,42 +70,45 @@ def _best_perturbed(x, i, logits, row, stride, V, temperature, key, position, fi
 @triton.jit(do_not_specialize=["rows"])
 def _blocks(
     logits, temperatures, keys, positions, sums, best, token, rows, stride,
-    V: tl.constexpr, N: tl.constexpr, SAMPLE: tl.constexpr, ENTROPY: tl.constexpr,
+    V: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr, SAMPLE: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """sums [2 or 3, rows, blocks] = (m, s[, q]) of N blocks; best, token [rows, groups] of the perturbed logits."""
+    """sums [2 or 3, rows, blocks] = (m, s[, q]) of SPAN groups of N blocks; best, token [rows, groups] of the perturbed
+    logits."""
     wait()
     blocks: tl.constexpr = (V + 127) // 128
     groups: tl.constexpr = (blocks + N - 1) // N
-    row, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    i = group * N * 128 + tl.arange(0, N * 128)
+    spans: tl.constexpr = (groups + SPAN - 1) // SPAN
+    row, start = tl.program_id(0) // spans, tl.program_id(0) % spans * SPAN
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0.0
     if SAMPLE:
         temperature = tl.where(greedy, 1.0, temperature)
-    x = scaled(logits, row, stride, i, V, temperature)
-    if SAMPLE:
-        if greedy:
-            top, index = _best(x, i)
-        else:
-            key, position = tl.load(keys + row), tl.load(positions + row)
-            top, index = _best_perturbed(
-                x, i, logits, row, stride, V, temperature, key, position, group * N * 128, N * 128
-            )  # fmt: skip
-        at = row.to(tl.int64) * groups + group
-        tl.store(best + at, top)
-        tl.store(token + at, index)
-    x = tl.reshape(x, (N, 128))
-    m = tl.max(x, 1)
-    base = tl.where(m == NEG_INF, 0.0, m)
-    d = x - base[:, None]
-    e = tl.exp2(d * LOG2E)
-    b = group * N + tl.arange(0, N)
-    at_sums = sums + row.to(tl.int64) * blocks + b
-    plane = rows.to(tl.int64) * blocks
-    tl.store(at_sums, m, mask=b < blocks)
-    tl.store(at_sums + plane, tree(e, N), mask=b < blocks)
-    if ENTROPY:
-        tl.store(at_sums + 2 * plane, tree(e * tl.where(x == NEG_INF, 0.0, d), N), mask=b < blocks)
+        key, position = tl.load(keys + row), tl.load(positions + row)
+    for group in range(start, tl.minimum(start + SPAN, groups)):
+        i = group * N * 128 + tl.arange(0, N * 128)
+        x = scaled(logits, row, stride, i, V, temperature)
+        if SAMPLE:
+            if greedy:
+                top, index = _best(x, i)
+            else:
+                top, index = _best_perturbed(
+                    x, i, logits, row, stride, V, temperature, key, position, group * N * 128, N * 128
+                )  # fmt: skip
+            at = row.to(tl.int64) * groups + group
+            tl.store(best + at, top)
+            tl.store(token + at, index)
+        x = tl.reshape(x, (N, 128))
+        m = tl.max(x, 1)
+        base = tl.where(m == NEG_INF, 0.0, m)
+        d = x - base[:, None]
+        e = tl.exp2(d * LOG2E)
+        b = group * N + tl.arange(0, N)
+        at_sums = sums + row.to(tl.int64) * blocks + b
+        plane = rows.to(tl.int64) * blocks
+        tl.store(at_sums, m, mask=b < blocks)
+        tl.store(at_sums + plane, tree(e, N), mask=b < blocks)
+        if ENTROPY:
+            tl.store(at_sums + 2 * plane, tree(e * tl.where(x == NEG_INF, 0.0, d), N), mask=b < blocks)
 
 
 @triton.jit
@@ -134,25 +126,31 @@ def _best_of_row(best, token, row, groups, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _weighted(sums, scratch, row, rows, blocks, padded, ENTROPY: tl.constexpr, WIDTH: tl.constexpr):
+def _weighted(
+    sums, scratch, row, rows, blocks: tl.constexpr, padded: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr
+):
     """Maximum M of a row (0 for -inf); scratch [1 or 2, rows, padded] gets the terms of S and Q, 0 from `blocks` on."""
     plane, at = rows.to(tl.int64) * blocks, row.to(tl.int64) * blocks
     plane_out, at_out = rows.to(tl.int64) * padded, row.to(tl.int64) * padded
-    M = NEG_INF
-    for first in range(0, blocks, WIDTH):
-        b = first + tl.arange(0, WIDTH)
-        M = tl.maximum(M, tl.max(tl.load(sums + at + b, mask=b < blocks, other=NEG_INF), 0))
-    M = tl.where(M == NEG_INF, 0.0, M)
-    for first in range(0, padded, WIDTH):
-        b = first + tl.arange(0, WIDTH)
-        m = tl.load(sums + at + b, mask=b < blocks, other=NEG_INF)
-        s = tl.load(sums + plane + at + b, mask=b < blocks, other=0.0)
-        weight = tl.exp2((m - M) * LOG2E)
-        tl.store(scratch + at_out + b, weight * s, mask=b < padded)
+    maxima, s, q = (), (), ()
+    for c in tl.static_range((padded + WIDTH - 1) // WIDTH):
+        b = c * WIDTH + tl.arange(0, WIDTH)
+        maxima += (tl.load(sums + at + b, mask=b < blocks, other=NEG_INF),)
+        s += (tl.load(sums + plane + at + b, mask=b < blocks, other=0.0),)
         if ENTROPY:
-            q = tl.load(sums + 2 * plane + at + b, mask=b < blocks, other=0.0)
-            shifted = tl.where(m == NEG_INF, 0.0, s * (m - M))
-            tl.store(scratch + plane_out + at_out + b, weight * (q + shifted), mask=b < padded)
+            q += (tl.load(sums + 2 * plane + at + b, mask=b < blocks, other=0.0),)
+    most = maxima[0]
+    for c in tl.static_range(1, len(maxima)):
+        most = tl.maximum(most, maxima[c])
+    M = tl.max(most, 0)
+    M = tl.where(M == NEG_INF, 0.0, M)
+    for c in tl.static_range(len(maxima)):
+        b, m = c * WIDTH + tl.arange(0, WIDTH), maxima[c]
+        weight = tl.exp2((m - M) * LOG2E)
+        tl.store(scratch + at_out + b, weight * s[c], mask=b < padded)
+        if ENTROPY:
+            shifted = tl.where(m == NEG_INF, 0.0, s[c] * (m - M))
+            tl.store(scratch + plane_out + at_out + b, weight * (q[c] + shifted), mask=b < padded)
     return M
 
 
@@ -179,13 +177,14 @@ def _high(pair):
     return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["V", "rows", "blocks", "groups"])
+@triton.jit(do_not_specialize=["V", "rows", "groups"])
 def _merge(
-    sums, scratch, best, token, logits, temperatures, targets, logprobs, lse, entropy, V, rows, blocks, padded, groups,
-    stride, SAMPLE: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr, CHAIN: tl.constexpr,
+    sums, scratch, best, token, logits, temperatures, targets, logprobs, lse, entropy, V, rows, groups, stride,
+    BLOCKS: tl.constexpr, SAMPLE: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """A row: logprob of its target (written to `targets` when SAMPLE), lse [rows, 2], entropy."""
     wait()
+    padded: tl.constexpr = (BLOCKS + CHAIN - 1) // CHAIN * CHAIN
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     if SAMPLE:
@@ -196,7 +195,7 @@ def _merge(
         target = tl.load(targets + row)
     known = (target >= 0) & (target < V)
     x = tl.load(logits + row.to(tl.int64) * stride + target, mask=known, other=float("nan"))
-    M = _weighted(sums, scratch, row, rows, blocks, padded, ENTROPY, WIDTH)
+    M = _weighted(sums, scratch, row, rows, BLOCKS, padded, ENTROPY, WIDTH)
     tl.debug_barrier()  # the chains below read what other threads of this program have stored
     terms, plane = scratch + row.to(tl.int64) * padded, rows.to(tl.int64) * padded
     total, products = 0.0, 0.0
@@ -262,7 +261,9 @@ def _backward(
     if ge != 0.0:
         # p is 0 where lp is -inf, and 0 * -inf would be NaN
         d -= (p * ge) * (tl.where(x == NEG_INF, 0.0, lp) + tl.load(entropy + row))
-    d = tl.where(i == tl.load(targets + row), d + g, d)
+    target, first = tl.load(targets + row), tl.program_id(0) % groups * COUNT
+    if (target >= first) & (target < first + COUNT):
+        d = tl.where(i == target, d + g, d)
     tl.store(d_logits + row.to(tl.int64) * V + i, d.to(d_logits.dtype.element_ty), mask=i < V)
 
 
@@ -304,9 +305,10 @@ def blocks(
     if noise is not None:
         best = torch.empty(rows, groups, dtype=torch.float32, device=device)
         token = torch.empty(rows, groups, dtype=torch.int32, device=device)
-    _blocks[(rows * groups,)](
-        logits, temperatures, *(noise or (None, None)), sums, best, token, rows, logits.stride(0), vocab, GROUP,
-        noise is not None, entropy, **LAUNCH,
+    span = next(span for most, span in SPANS if rows <= most)
+    _blocks[(rows * triton.cdiv(groups, span),)](
+        logits, temperatures, *(noise or (None, None)), sums, best, token, rows, logits.stride(0), vocab, GROUP, span,
+        noise is not None, entropy, **ALONE,
     )  # fmt: skip
     return Blocks(sums, best, token)
 
@@ -326,8 +328,8 @@ def merge(
     scratch = torch.empty(planes - 1, rows, padded, dtype=torch.float32, device=logits.device)
     _merge[(rows,)](
         parts.sums, scratch, parts.best, parts.token, logits, temperatures, targets, logprobs,
-        lse, entropy, logits.shape[1], rows, count, padded, groups, logits.stride(0), parts.best is not None,
-        planes == 3, MERGE_WIDTH, CHAIN, **MERGE,
+        lse, entropy, logits.shape[1], rows, groups, logits.stride(0), count, parts.best is not None, planes == 3,
+        MERGE_WIDTH, CHAIN, **ALONE,
     )  # fmt: skip
     return logprobs, lse, entropy
 

@@ -21,17 +21,32 @@ BOUND = tl.constexpr(LN2 * (127 + 23) + 2.0**-14)
 
 
 @triton.jit
+def _philox(key, counter, position):
+    """The four words of Philox4x32-10; counter uint32 [n] or a scalar. tl.philox multiplies twice for a product's
+    halves."""
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    c0, c1 = counter, tl.zeros_like(counter) + position.to(tl.uint32)
+    c2, c3 = tl.zeros_like(counter), tl.zeros_like(counter)
+    for _ in tl.static_range(10):
+        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, second.to(tl.uint32)
+        c2, c3 = (first >> 32).to(tl.uint32) ^ c3 ^ k1, first.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def random_words(key, position, first, COUNT: tl.constexpr):
     """r >> 9 [COUNT] of the entries from `first` (a multiple of 4) on: 23 bits of each word."""
     counter = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
-    r0, r1, r2, r3 = tl.philox(key, counter, position.to(tl.uint32), 0, 0)
+    r0, r1, r2, r3 = _philox(key, counter, position)
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3)) >> 9
 
 
 @triton.jit
 def random_word(key, position, i):
     """r >> 9 of entry i."""
-    r0, r1, r2, r3 = tl.philox(key, (i // 4).to(tl.uint32), position.to(tl.uint32), 0, 0)
+    r0, r1, r2, r3 = _philox(key, (i // 4).to(tl.uint32), position)
     word = i % 4
     return tl.where(word < 2, tl.where(word == 0, r0, r1), tl.where(word == 2, r2, r3)) >> 9
 

@@ -1,7 +1,7 @@
 """QK-norm, rotary embedding and the write of keys and values in Triton; definition in qkv.py.
 
 Legend: T tokens, H query heads, HK key heads, D head dimension, J jobs of 32 tokens. One program takes HEADS heads of
-one token (backward: of one job), all of q, of k or of v. A head is held as its halves a, b, which rotation pairs.
+a few tokens (backward: of one job), all of q, of k or of v. A head is held as its halves a, b, which rotation pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from exactrl.ops.qkv import HeadShape, RopeTable
 
 HEADS = 8
-STAGES = 3  # tokens whose loads are under way in the backward
+STAGES = 1  # tokens whose loads are under way in the backward
+MANY, TOKENS = 1024, 4  # from so many tokens on a program of the forward takes so many; changes no bit
 SIZES = ["POSITIONS", "T"]
 
 
@@ -66,12 +67,11 @@ def _head_tree(a, b):
 
 @triton.jit
 def _normed_rotated(
-    x, first, w, cos, sin, position, POSITIONS, y, eps, written,
+    x, first, wa, wb, cos, sin, position, POSITIONS, y, eps, written,
     COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The angles are asked for last: only they wait for the position."""
     a, b = _halves(x, first, COUNT, D, HEADS)
-    wa, wb = _weights(w, D, HEADS)
     c, s = _angles(cos, sin, position, POSITIONS, D, HEADS)
     r = inverse_rms(_head_tree(a * a, b * b), eps, D)[:, None]
     a = ((a * r) * wa).to(y.dtype.element_ty).to(tl.float32)
@@ -80,35 +80,48 @@ def _normed_rotated(
         _store_halves(y, first, a * c - b * s, b * c + a * s, COUNT, D, HEADS)
 
 
+@triton.jit
+def _slot(slots, token):
+    if slots is None:
+        return token
+    else:
+        return tl.load(slots + token).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def qkv_kernel(
-    qkv, wq, wk, cos, sin, positions, slots, q, k, v, POSITIONS, stride, stride_k, stride_v, eps,
-    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    qkv, wq, wk, cos, sin, positions, slots, q, k, v, POSITIONS, T, stride, stride_k, stride_v, eps,
+    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One token; q [T, H, D]. k and v: row slots[token] of the cache, nothing where that is negative; without slots
+    """TOKENS tokens; q [T, H, D]. k and v: row slots[token] of the cache, nothing where that is negative; without slots
     row `token`."""
     wait()
     Q: tl.constexpr = (H + HEADS - 1) // HEADS
     K: tl.constexpr = (HK + HEADS - 1) // HEADS
-    token, block = (tl.program_id(0) // (Q + 2 * K)).to(tl.int64), tl.program_id(0) % (Q + 2 * K)
-    x = qkv + token * stride
-    position, slot = tl.load(positions + token), token
-    if slots is not None:
-        slot = tl.load(slots + token).to(tl.int64)
+    start, block = (tl.program_id(0) // (Q + 2 * K)).to(tl.int64) * TOKENS, tl.program_id(0) % (Q + 2 * K)
+    stop = tl.minimum(start + TOKENS, T)
     if block < Q:
-        _normed_rotated(
-            x, block * HEADS, wq, cos, sin, position, POSITIONS, q + token * H * D, eps, token >= 0, H, D, HEADS
-        )  # fmt: skip
+        wa, wb = _weights(wq, D, HEADS)
+        for token in range(start, stop):
+            _normed_rotated(
+                qkv + token * stride, block * HEADS, wa, wb, cos, sin, tl.load(positions + token), POSITIONS,
+                q + token * H * D, eps, token >= 0, H, D, HEADS,
+            )  # fmt: skip
     elif block < Q + K:
-        _normed_rotated(
-            x + H * D, (block - Q) * HEADS, wk, cos, sin, position, POSITIONS, k + slot * stride_k, eps, slot >= 0,
-            HK, D, HEADS,
-        )  # fmt: skip
+        wa, wb = _weights(wk, D, HEADS)
+        for token in range(start, stop):
+            position, slot = tl.load(positions + token), _slot(slots, token)
+            _normed_rotated(
+                qkv + token * stride + H * D, (block - Q) * HEADS, wa, wb, cos, sin, position, POSITIONS,
+                k + slot * stride_k, eps, slot >= 0, HK, D, HEADS,
+            )  # fmt: skip
     else:
         first = (block - Q - K) * HEADS
-        a, b = _halves(x + (H + HK) * D, first, HK, D, HEADS)
-        if slot >= 0:
-            _store_halves(v + slot * stride_v, first, a, b, HK, D, HEADS)
+        for token in range(start, stop):
+            slot = _slot(slots, token)
+            a, b = _halves(qkv + token * stride + (H + HK) * D, first, HK, D, HEADS)
+            if slot >= 0:
+                _store_halves(v + slot * stride_v, first, a, b, HK, D, HEADS)
 
 
 @triton.jit
@@ -194,10 +207,11 @@ def forward(
     assert positions.is_contiguous()
     assert slots is None or (slots.is_contiguous() and len(slots) == tokens), slots
     q = torch.empty(tokens, shape.heads, shape.dim, dtype=qkv.dtype, device=qkv.device)
-    qkv_kernel[(tokens * _blocks(shape, heads),)](
-        qkv, wq, wk, rope.cos, rope.sin, positions, slots, q, k, v, rope.cos.shape[0], row_stride(qkv),
-        row_stride(k, 2), row_stride(v, 2), eps, shape.heads, shape.kv_heads, shape.dim, heads,
-        num_warps=warps_for(heads * shape.dim), **EARLY,
+    each, warps = (TOKENS, warps_for(heads * shape.dim)) if tokens >= MANY else (1, warps_for(4 * heads * shape.dim))
+    qkv_kernel[(triton.cdiv(tokens, each) * _blocks(shape, heads),)](
+        qkv, wq, wk, rope.cos, rope.sin, positions, slots, q, k, v, rope.cos.shape[0], tokens, row_stride(qkv),
+        row_stride(k, 2), row_stride(v, 2), eps, shape.heads, shape.kv_heads, shape.dim, heads, each,
+        num_warps=warps, **EARLY,
     )  # fmt: skip
     return q
 

@@ -66,6 +66,33 @@ def row_tree(v):
 
 
 @triton.jit
+def _folded(chunks, HALF: tl.constexpr):
+    """Chunk c plus chunk c + HALF; those behind the last one are +0."""
+    folded = ()
+    for c in tl.static_range(HALF):
+        if c + HALF < len(chunks):
+            folded += (chunks[c] + chunks[c + HALF],)
+        elif c < len(chunks):
+            folded += (chunks[c] + 0.0,)
+    return folded
+
+
+@triton.jit
+def chunked_tree(chunks, P: tl.constexpr):
+    """row_tree of rows that are held as chunks fp32 [R, W], P of their values but those of chunks behind the last one.
+    W: 512, 1024 or P."""
+    R: tl.constexpr = chunks[0].shape[0]
+    W: tl.constexpr = chunks[0].shape[1]
+    for level in tl.static_range(_levels(P) - WIDTH_LEVELS):
+        chunks = _folded(chunks, P // W // 2 >> level)
+    if W == 512 and P > 512:
+        both = tl.join(chunks[0], chunks[1]).permute(0, 2, 1).reshape([2 * R, W])
+        return tl.sum(row_tree(both).reshape([R, 2]), 1)
+    else:
+        return row_tree(chunks[0])
+
+
+@triton.jit
 def inverse_rms(total, eps, N: tl.constexpr):
     """1 / sqrt(total / N + eps), each step rounded as IEEE says; total fp32 [R], the tree over x² of a row of N."""
     length = tl.full(total.shape, N, tl.float32)

@@ -10,8 +10,8 @@ from exactrl.ops.cuda.triton_early import EARLY, wait
 from exactrl.ops.cuda.triton_exact import LOG2E
 from exactrl.ops.cuda.triton_rows import row_stride
 
-BLOCK = 512
-WARPS = 4
+SIZES = ((512, 4, 1024), (1024, 8, 4096), (2048, 8, 1 << 31))
+"""(elements of a program, warps, up to so many programs): about 800 programs start in a microsecond. Changes no bit."""
 
 
 @triton.jit
@@ -53,16 +53,19 @@ def swiglu_backward_kernel(gate_up, dy, grad, stride, I: tl.constexpr, BLOCK: tl
     tl.store(grad + row * 2 * I + I + i, du.to(grad.dtype.element_ty), mask=inside)
 
 
-def _grid(gate_up: torch.Tensor) -> tuple[int]:
+def _sizes(gate_up: torch.Tensor) -> tuple[int, int, int]:
+    """(programs, elements of each, warps)."""
     rows, width = gate_up.shape
     assert width % 2 == 0, f"gate and up are halves of a row, not of {width}"
-    return (rows * triton.cdiv(width // 2, BLOCK),)
+    found = [(rows * triton.cdiv(width // 2, block), block, warps, most) for block, warps, most in SIZES]
+    return next((programs, block, warps) for programs, block, warps, most in found if programs <= most)
 
 
 def forward(gate_up: torch.Tensor) -> torch.Tensor:
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device)
-    swiglu_kernel[_grid(gate_up)](gate_up, y, row_stride(gate_up), n, BLOCK, num_warps=WARPS, **EARLY)
+    programs, block, warps = _sizes(gate_up)
+    swiglu_kernel[(programs,)](gate_up, y, row_stride(gate_up), n, block, num_warps=warps, **EARLY)
     return y
 
 
@@ -70,5 +73,6 @@ def backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """dy [T, I], contiguous -> [T, 2 I]."""
     grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     n = gate_up.shape[1] // 2
-    swiglu_backward_kernel[_grid(gate_up)](gate_up, dy, grad, row_stride(gate_up), n, BLOCK, num_warps=WARPS, **EARLY)
+    programs, block, warps = _sizes(gate_up)
+    swiglu_backward_kernel[(programs,)](gate_up, dy, grad, row_stride(gate_up), n, block, num_warps=warps, **EARLY)
     return grad

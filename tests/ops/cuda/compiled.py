@@ -32,7 +32,7 @@ TYPES = {
     "d_logits": "*bf16",
 }
 V = 151936
-SIZES = ("V", "rows", "blocks", "padded", "groups", "stride")
+SIZES = ("V", "rows", "groups", "stride")
 
 
 @triton.jit
@@ -44,13 +44,24 @@ def _ln(x, y):
 NOT_SAMPLING = {"keys": None, "positions": None, "best": None, "token": None}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ln": (_ln, {}),
-    "blocks": (kernels._blocks, {**NOT_SAMPLING, "V": V, "N": 16, "SAMPLE": False, "ENTROPY": True}),
-    "blocks sampling": (kernels._blocks, {"V": V, "N": 16, "SAMPLE": True, "ENTROPY": False}),
+    "blocks": (kernels._blocks, {**NOT_SAMPLING, "V": V, "N": 4, "SPAN": 4, "SAMPLE": False, "ENTROPY": True}),
+    "blocks sampling": (kernels._blocks, {"V": V, "N": 4, "SPAN": 4, "SAMPLE": True, "ENTROPY": False}),
     "merge": (
         kernels._merge,
-        {"best": None, "token": None, "SAMPLE": False, "ENTROPY": True, "WIDTH": 1024, "CHAIN": kernels.CHAIN},
+        {
+            "best": None,
+            "token": None,
+            "SAMPLE": False,
+            "ENTROPY": True,
+            "BLOCKS": 1187,
+            "WIDTH": 256,
+            "CHAIN": kernels.CHAIN,
+        },
     ),
-    "merge sampling": (kernels._merge, {"SAMPLE": True, "ENTROPY": False, "WIDTH": 1024, "CHAIN": kernels.CHAIN}),
+    "merge sampling": (
+        kernels._merge,
+        {"SAMPLE": True, "ENTROPY": False, "BLOCKS": 1187, "WIDTH": 256, "CHAIN": kernels.CHAIN},
+    ),
     "all": (kernels._all, {"digests": None, "V": V, "COUNT": 2048, "DIGEST": False}),
     "digest": (kernels._all, {"out": None, "V": V, "COUNT": 2048, "DIGEST": True}),
     "backward": (kernels._backward, {"V": V, "COUNT": 2048}),
@@ -60,14 +71,14 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 def ptx(function, constants: dict[str, Any], options: dict[str, Any]) -> str:
     kinds = {name: "i32" if name in SIZES else TYPES.get(name, "*fp32") for name in function.arg_names}
     pointers = {name for name, kind in kinds.items() if kind.startswith("*") and name not in constants}
-    aligned = [i for i, name in enumerate(kinds) if name in pointers or name in ("V", "stride", "padded")]
+    aligned = [i for i, name in enumerate(kinds) if name in pointers or name in ("V", "stride")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}  # as for a vocabulary that 16 divides
     return to_ptx(function, kinds, constants, options, attributes)
 
 
 def counts(options: dict[str, Any]) -> dict[str, dict[str, int]]:
     found = {
-        name: ptx(function, constants, kernels.MERGE if function is kernels._merge else options)
+        name: ptx(function, constants, kernels.ALONE if function in (kernels._blocks, kernels._merge) else options)
         for name, (function, constants) in KERNELS.items()
     }
     return {

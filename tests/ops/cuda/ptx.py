@@ -31,20 +31,26 @@ CASES = {
     "rms_norm_backward": (
         triton_norm.rms_norm_backward_kernel,
         {**NORM, "dy": BF16, "extra": BF16, "dh": BF16, "parts": F32, "T": "i32"},
-        {"dx": None, "N": 2560, "P": 4096, "JOB": triton_rows.JOB, "STAGES": 3},
+        {"dx": None, "N": 2560, "P": 4096, "WIDTH": 512, "ROWS": 1, "JOB": triton_rows.JOB, "STAGES": 3},
     ),
-    "qkv": (triton_qkv.qkv_kernel, QKV, {**HEADS, "slots": None}),
-    "qkv_into_cache": (triton_qkv.qkv_kernel, QKV, HEADS),
+    "rms_norm_backward_two": (
+        triton_norm.rms_norm_backward_kernel,
+        {**NORM, "dy": BF16, "extra": BF16, "dh": BF16, "parts": F32, "T": "i32"},
+        {"dx": None, "N": 1024, "P": 1024, "WIDTH": 1024, "ROWS": 2, "JOB": triton_rows.JOB, "STAGES": 3},
+    ),
+    "rms_norm_rows": (triton_norm.rms_norm_rows_kernel, {**NORM, "T": "i32"}, {"N": 1024, "P": 1024, "STAGES": 3}),
+    "qkv": (triton_qkv.qkv_kernel, QKV, {**HEADS, "TOKENS": 4, "slots": None}),
+    "qkv_into_cache": (triton_qkv.qkv_kernel, QKV, {**HEADS, "TOKENS": 1}),
     "qkv_backward": (triton_qkv.qkv_backward_kernel, QKV, {**HEADS, "JOB": triton_rows.JOB, "STAGES": 3}),
     "swiglu": (
         triton_swiglu.swiglu_kernel,
         {"gate_up": BF16, "y": BF16, "stride": "i32"},
-        {"I": 9728, "BLOCK": triton_swiglu.BLOCK},
+        {"I": 9728, "BLOCK": 512},
     ),
     "swiglu_backward": (
         triton_swiglu.swiglu_backward_kernel,
         {"gate_up": BF16, "dy": BF16, "grad": BF16, "stride": "i32"},
-        {"I": 9728, "BLOCK": triton_swiglu.BLOCK},
+        {"I": 9728, "BLOCK": 512},
     ),
     "column_tree": (
         triton_rows.column_tree_kernel,

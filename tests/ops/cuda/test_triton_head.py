@@ -83,6 +83,7 @@ def test_bits_do_not_depend_on_neighbours_stride_or_group(group: int, monkeypatc
     logits, temperatures, targets = logits_of(7, 2049), temperatures_of(7), torch.arange(7) * 100
     expected = run(logits, temperatures, targets)
     monkeypatch.setattr(kernels, "GROUP", group)
+    monkeypatch.setattr(kernels, "SPANS", ((3, 1), (1 << 31, 3)))
     padded = torch.full((7, 3000), torch.nan)
     padded[:, 10:2059] = logits
     for found, right in zip(run(padded[:, 10:2059], temperatures, targets), expected, strict=True):

@@ -54,6 +54,7 @@ def test_both_ways_to_the_best_entry_are_taken(monkeypatch: pytest.MonkeyPatch) 
         return gumbel(words)
 
     monkeypatch.setattr(kernels, "gumbel", counted)
+    monkeypatch.setattr(kernels, "GROUP", 16)
     logits = torch.randn(300, 2048, generator=torch.Generator().manual_seed(5))
     keys, positions, (tokens, _, _) = draw(logits, torch.ones(300))
     assert calls["one"] == 300
@@ -91,6 +92,7 @@ def test_a_draw_ignores_its_neighbours_and_the_cut(group: int, monkeypatch: pyte
     logits, temperatures = logits_of(6, 2500), temperatures_of(6)
     keys, positions, (tokens, logprobs, digests) = draw(logits, temperatures)
     monkeypatch.setattr(kernels, "GROUP", group)
+    monkeypatch.setattr(kernels, "SPANS", ((3, 1), (1 << 31, 3)))
     for row in reversed(range(6)):
         cut = slice(row, row + 1)
         wide = torch.cat([logits[cut], torch.full((1, 7), torch.inf)], 1)[:, :2500]
