@@ -71,7 +71,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 def ptx(function, constants: dict[str, Any], options: dict[str, Any]) -> str:
     kinds = {name: "i32" if name in SIZES else TYPES.get(name, "*fp32") for name in function.arg_names}
     pointers = {name for name, kind in kinds.items() if kind.startswith("*") and name not in constants}
-    aligned = [i for i, name in enumerate(kinds) if name in pointers or name in ("V", "stride")]
+    sizes = {"V", "stride"} - set(constants)
+    aligned = [i for i, name in enumerate(kinds) if name in pointers | sizes]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}  # as for a vocabulary that 16 divides
     return to_ptx(function, kinds, constants, options, attributes)
 
