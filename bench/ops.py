@@ -9,8 +9,7 @@ Inputs of less than 25 MB are one set: in life, too, the op that made them has l
 over sets that together exceed the L2 by far.
 
 torch.compile gets the same definition as one torch expression with all roundings written out (bench/ops_torch.py), for
-the 4B shapes, as it comes; forwards of 8192 tokens also with `emulate_precision_casts`. `differ`: elements whose bits
-are not ours.
+the 4B shapes, as it comes and with `emulate_precision_casts`. `differ`: elements whose bits are not ours.
 
 The file is written after each op, and keeps the rows of ops that were not measured. `--warm-up` compiles only.
 """
@@ -32,7 +31,7 @@ import triton
 import triton.language as tl
 
 from bench.common import RESULTS, write_result
-from bench.ops_points import FORWARDS, OPS, TOKENS, Inputs, Point, sizes
+from bench.ops_points import OPS, Inputs, Point, sizes
 from exactrl.ops.cuda import determinism
 from exactrl.ops.cuda.machine import kernels_digest
 from exactrl.parity.compare import differing
@@ -106,13 +105,14 @@ def difference(point: Point, theirs: Call) -> int:
     return sum(int(differing(a, b).sum()) for a, b in zip(ours, outputs(point, theirs), strict=True))
 
 
-def compiled(op: str, point: Point, tokens: int) -> dict[str, Call]:
+def compiled(point: Point) -> dict[str, Call]:
     """As it comes, and asked to keep casts to bfloat16 that it would skip between fused operations."""
-    found = {"torch_compile": torch.compile(point.theirs, dynamic=False, fullgraph=True)}
-    if op in FORWARDS and tokens == TOKENS[-1]:
-        casts = {"emulate_precision_casts": True}
-        found["torch_compile_casts"] = torch.compile(point.theirs, dynamic=False, fullgraph=True, options=casts)
-    return found
+    return {
+        "torch_compile": torch.compile(point.theirs, dynamic=False, fullgraph=True),
+        "torch_compile_casts": torch.compile(
+            point.theirs, dynamic=False, fullgraph=True, options={"emulate_precision_casts": True}
+        ),
+    }
 
 
 def measured(op: str, model: str, tokens: int, launch: float) -> Row:
@@ -133,7 +133,7 @@ def measured(op: str, model: str, tokens: int, launch: float) -> Row:
 def add_torch(row: Row) -> None:
     """What torch.compile makes of the same definition: times and differing elements, into `row`."""
     point = OPS[row["op"]](row["model"], row["tokens"])
-    theirs = compiled(row["op"], point, row["tokens"])
+    theirs = compiled(point)
     differ = {name: difference(point, call) for name, call in theirs.items()}
     t = seconds({"ours": point.ours, **theirs}, point, 15)
     row |= {"differ": differ, "elements": sum(t.numel() for t in outputs(point, point.ours))}
@@ -184,7 +184,7 @@ def warm_up(ops: list[str]) -> None:
         begin = time.perf_counter()
         point = OPS[op](model, tokens)
         point.ours(*point.inputs[0])
-        for call in compiled(op, point, tokens).values():
+        for call in compiled(point).values():
             call(*point.inputs[0])
         torch.cuda.synchronize()
         print(f"{op} {tokens}: {time.perf_counter() - begin:.1f} s", flush=True)

@@ -224,8 +224,8 @@ def _all(logits, temperatures, lse, out, digests, stride, V: tl.constexpr, COUNT
     groups: tl.constexpr = (V + COUNT - 1) // COUNT
     row, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     i = group * COUNT + tl.arange(0, COUNT)
-    M, ln = tl.load(lse + 2 * row), tl.load(lse + 2 * row + 1)
-    lp = (scaled(logits, row, stride, i, V, tl.load(temperatures + row)) - M) - ln
+    x = scaled(logits, row, stride, i, V, tl.load(temperatures + row))
+    lp = (x - tl.load(lse + 2 * row)) - tl.load(lse + 2 * row + 1)
     if DIGEST:
         h = lp.to(tl.uint32, bitcast=True).to(tl.uint64) | (i.to(tl.uint64) << 32)
         h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9  # the finaliser of SplitMix64: one to one, so that no bit is lost
@@ -254,18 +254,17 @@ def _backward(
     wait()
     groups: tl.constexpr = (V + COUNT - 1) // COUNT
     row, i = tl.program_id(0) // groups, tl.program_id(0) % groups * COUNT + tl.arange(0, COUNT)
-    temperature, target = tl.load(temperatures + row), tl.load(targets + row)  # all numbers of the row at once
-    M, ln, H = tl.load(lse + 2 * row), tl.load(lse + 2 * row + 1), tl.load(entropy + row)
-    g, ge = tl.load(d_logprobs + row), tl.load(d_entropy + row)
+    temperature = tl.load(temperatures + row)
     x = scaled(logits, row, stride, i, V, temperature)
-    lp = (x - M) - ln
+    lp = (x - tl.load(lse + 2 * row)) - tl.load(lse + 2 * row + 1)
     p = tl.exp2(lp * LOG2E)
-    g, ge = tl.div_rn(g, temperature), tl.div_rn(ge, temperature)
+    g = tl.div_rn(tl.load(d_logprobs + row), temperature)
+    ge = tl.div_rn(tl.load(d_entropy + row), temperature)
     d = -(p * g)
     if ge != 0.0:
         # p is 0 where lp is -inf, and 0 * -inf would be NaN
-        d -= (p * ge) * (tl.where(x == NEG_INF, 0.0, lp) + H)
-    first = tl.program_id(0) % groups * COUNT
+        d -= (p * ge) * (tl.where(x == NEG_INF, 0.0, lp) + tl.load(entropy + row))
+    target, first = tl.load(targets + row), tl.program_id(0) % groups * COUNT
     if (target >= first) & (target < first + COUNT):
         d = tl.where(i == target, d + g, d)
     tl.store(d_logits + row.to(tl.int64) * V + i, d.to(d_logits.dtype.element_ty), mask=i < V)

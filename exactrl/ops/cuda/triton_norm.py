@@ -1,7 +1,7 @@
 """RMSNorm and add + RMSNorm in Triton; definition in norm.py. Legend: T rows, N row length, P next power of two."""
 
 # tuples grow while a kernel is compiled
-# mypy: disable-error-code="assignment, var-annotated, misc, index"
+# mypy: disable-error-code="assignment, var-annotated, misc"
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ import triton
 import triton.language as tl
 
 from exactrl.ops.cuda.triton_early import EARLY, wait
-from exactrl.ops.cuda.triton_rows import (
-    JOB,
-    LONGEST_ROW,
-    chunked_tree,
-    divided,
-    inverse_rms,
-    row_stride,
-    row_tree,
-    warps_for,
-)
+from exactrl.ops.cuda.triton_rows import JOB, LONGEST_ROW, chunked_tree, inverse_rms, row_stride, row_tree, warps_for
 
 STAGES = 3  # rows whose loads are under way where one program takes several
 MANY, PROGRAMS = 2048, 792  # as many rows of a short row's norm, and programs that take them: six for each of 132 SMs
@@ -57,26 +48,22 @@ def rms_norm_rows_kernel(h, w, y, T, stride_h, eps, N: tl.constexpr, P: tl.const
 
 
 @triton.jit
-def _load(x, N: tl.constexpr, WIDTH: tl.constexpr):
-    """A row as a tuple of fp32 chunks [1, WIDTH]."""
+def _load(x, there, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows as a tuple of fp32 chunks [rows, WIDTH]; x [rows, 1] pointers, 0 for rows that are not there."""
     chunks = ()
     for c in tl.static_range((N + WIDTH - 1) // WIDTH):
         i = c * WIDTH + tl.arange(0, WIDTH)[None, :]
-        if (c + 1) * WIDTH <= N:
-            chunks += (tl.load(x + i).to(tl.float32),)
-        else:
-            chunks += (tl.load(x + i, mask=i < N, other=0.0).to(tl.float32),)
+        mask = there if (c + 1) * WIDTH <= N else there & (i < N)
+        chunks += (tl.load(x + i, mask=mask, other=0.0).to(tl.float32),)
     return chunks
 
 
 @triton.jit
-def _store(y, chunks, N: tl.constexpr, WIDTH: tl.constexpr):
+def _store(y, chunks, there, N: tl.constexpr, WIDTH: tl.constexpr):
     for c in tl.static_range(len(chunks)):
         i = c * WIDTH + tl.arange(0, WIDTH)[None, :]
-        if (c + 1) * WIDTH <= N:
-            tl.store(y + i, chunks[c].to(y.dtype.element_ty))
-        else:
-            tl.store(y + i, chunks[c].to(y.dtype.element_ty), mask=i < N)
+        mask = there if (c + 1) * WIDTH <= N else there & (i < N)
+        tl.store(y + i, chunks[c].to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -87,87 +74,58 @@ def _products(a, b):
     return products
 
 
+@triton.jit
+def _rows_added(total, terms):
+    """total [1, WIDTH] plus rows of terms [1 or 2, WIDTH], ascending."""
+    if terms.shape[0] == 1:
+        return total + terms
+    else:
+        first, second = tl.split(terms.permute(1, 0))
+        return (total + first[None, :]) + second[None, :]
+
+
 @triton.jit(do_not_specialize=["T"])
 def rms_norm_backward_kernel(
     h, w, dy, extra, dh, dx, parts, T, stride_h, eps,
-    N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, JOB: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, JOB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """JOB rows, ascending; parts fp32 [jobs, N] or None. dx: dh once more in x's dtype, or None."""
+    """JOB rows, ascending, ROWS at a time; parts fp32 [jobs, N] or None. dx: dh once more in x's dtype, or None."""
     wait()
     job = tl.program_id(0).to(tl.int64)
-    weight, dw = _load(w, N, WIDTH), ()
+    every = tl.full((1, 1), 1, tl.int1)
+    weight = _load(w, every, N, WIDTH)
+    dw = ()
     for _ in tl.static_range(len(weight)):
         dw += (tl.zeros((1, WIDTH), tl.float32),)
-    for row in tl.range(job * JOB, tl.minimum(job * JOB + JOB, T), num_stages=STAGES):
-        v, g = _load(h + row * stride_h, N, WIDTH), _load(dy + row * N, N, WIDTH)
-        more = None if extra is None else _load(extra + row * N, N, WIDTH)
+    for first in tl.range(job * JOB, tl.minimum(job * JOB + JOB, T), ROWS, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)[:, None]
+        there = row < T
+        v, g = _load(h + row * stride_h, there, N, WIDTH), _load(dy + row * N, there, N, WIDTH)
         r = inverse_rms(chunked_tree(_products(v, v), P), eps, N)[:, None]
-        unit, total, weighted, d, copied = (), (), _products(g, weight), (), ()
+        r = tl.where(there, r, 0.0)  # with eps 0 it is infinite for a row of zeros
+        unit, total, weighted = (), (), _products(g, weight)
         for c in tl.static_range(len(weight)):
             unit += (v[c] * r,)
-            total += (dw[c] + g[c] * unit[c],)
+            total += (_rows_added(dw[c], g[c] * unit[c]),)
         dw = total
-        mean = divided(chunked_tree(_products(weighted, unit), P), N)[:, None]
+        mean = chunked_tree(_products(weighted, unit), P)
+        mean = tl.div_rn(mean, tl.full((ROWS,), N, tl.float32))[:, None]
+        d = ()
         for c in tl.static_range(len(weight)):
-            part = r * (weighted[c] - unit[c] * mean)
-            if extra is not None:
-                part = part + more[c]
-            d += (part,)
-            copied += (part.to(dh.dtype.element_ty),)
-        _store(dh + row * N, d, N, WIDTH)
-        if dx is not None:
-            _store(dx + row * N, copied, N, WIDTH)
-    if parts is not None:
-        _store(parts + job * N, dw, N, WIDTH)
-
-
-@triton.jit
-def _two_trees(a, b):
-    """row_tree of two rows [1, P], which wait for other threads together."""
-    P: tl.constexpr = a.shape[1]
-    both = row_tree(tl.join(a, b).permute(0, 2, 1).reshape([2, P]))
-    return tl.split(both.reshape([1, 2]))
-
-
-@triton.jit(do_not_specialize=["T"])
-def rms_norm_backward_pairs_kernel(
-    h, w, dy, extra, dh, dx, parts, T, stride_h, eps,
-    N: tl.constexpr, P: tl.constexpr, JOB: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """rms_norm_backward_kernel for short rows, two at a time; JOB is even. The second one counts as 0 from T on."""
-    wait()
-    job, i = tl.program_id(0).to(tl.int64), tl.arange(0, P)[None, :]
-    inside = i < N
-    weight, dw = tl.load(w + i, mask=inside, other=0.0).to(tl.float32), tl.zeros((1, P), tl.float32)
-    for row in tl.range(job * JOB, tl.minimum(job * JOB + JOB, T), 2, num_stages=STAGES):
-        there = row + 1 < T
-        both = inside & there
-        va = tl.load(h + row * stride_h + i, mask=inside, other=0.0).to(tl.float32)
-        vb = tl.load(h + (row + 1) * stride_h + i, mask=both, other=0.0).to(tl.float32)
-        ga = tl.load(dy + row * N + i, mask=inside, other=0.0).to(tl.float32)
-        gb = tl.load(dy + (row + 1) * N + i, mask=both, other=0.0).to(tl.float32)
+            d += (r * (weighted[c] - unit[c] * mean),)
         if extra is not None:
-            more_a = tl.load(extra + row * N + i, mask=inside, other=0.0).to(tl.float32)
-            more_b = tl.load(extra + (row + 1) * N + i, mask=both, other=0.0).to(tl.float32)
-        sa, sb = _two_trees(va * va, vb * vb)
-        ra = inverse_rms(sa, eps, N)[:, None]
-        rb = tl.where(there, inverse_rms(sb, eps, N), 0.0)[:, None]  # infinite for zeros and eps 0
-        ua, ub = va * ra, vb * rb
-        dw = (dw + ga * ua) + gb * ub
-        ga, gb = ga * weight, gb * weight
-        ca, cb = _two_trees(ga * ua, gb * ub)
-        da = ra * (ga - ua * divided(ca, N)[:, None])
-        db = rb * (gb - ub * divided(cb, N)[:, None])
-        if extra is not None:
-            da, db = da + more_a, db + more_b
-        da, db = da.to(dh.dtype.element_ty), db.to(dh.dtype.element_ty)
-        tl.store(dh + row * N + i, da, mask=inside)
-        tl.store(dh + (row + 1) * N + i, db, mask=both)
+            more, found = _load(extra + row * N, there, N, WIDTH), ()
+            for c in tl.static_range(len(weight)):
+                found += (d[c] + more[c],)
+            d = found
+        _store(dh + row * N, d, there, N, WIDTH)
         if dx is not None:
-            tl.store(dx + row * N + i, da.to(dx.dtype.element_ty), mask=inside)
-            tl.store(dx + (row + 1) * N + i, db.to(dx.dtype.element_ty), mask=both)
+            for c in tl.static_range(len(weight)):
+                i = c * WIDTH + tl.arange(0, WIDTH)[None, :]
+                rounded = d[c].to(dh.dtype.element_ty).to(dx.dtype.element_ty)
+                tl.store(dx + row * N + i, rounded, mask=there & (i < N))
     if parts is not None:
-        tl.store(parts + job * N + i, dw, mask=inside)
+        _store(parts + job * N, dw, every, N, WIDTH)
 
 
 def _padded(n: int) -> int:
@@ -175,12 +133,12 @@ def _padded(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
-def _chunks(padded: int) -> tuple[int, int, int]:
-    """(width of chunks or 0 for pairs of rows, stages, warps) of the backward; decides time, never bits. Two short rows
-    hide each other's waits; two long ones do not fit into the registers, nor many stages into shared memory."""
+def _chunks(padded: int) -> tuple[int, int, int, int]:
+    """(width of chunks, rows at a time, stages, warps) of the backward; decides time, never bits. Two short rows hide
+    each other's waits; two long ones do not fit into the registers, nor many stages into shared memory."""
     if padded <= SHORT:
-        return 0, STAGES, 4
-    return (512, STAGES, 4) if padded <= 4096 else (1024, 2 if padded <= 8192 else 1, 8)
+        return padded, 2, STAGES, 4
+    return (512, 1, STAGES, 4) if padded <= 4096 else (1024, 1, 2 if padded <= 8192 else 1, 8)
 
 
 def forward(
@@ -218,10 +176,9 @@ def backward(
     dh = torch.empty(rows, n, dtype=h.dtype, device=h.device)
     dx = None if x_dtype == h.dtype else torch.empty(rows, n, dtype=x_dtype, device=h.device)
     parts = torch.empty(jobs, n, dtype=torch.float32, device=h.device) if with_weight else None
-    width, stages, warps = _chunks(p)
-    arguments = (h, w, dy, extra, dh, dx, parts, rows, row_stride(h), eps, n, p)
-    if width == 0:
-        rms_norm_backward_pairs_kernel[(jobs,)](*arguments, JOB, stages, num_warps=warps, **EARLY)
-    else:
-        rms_norm_backward_kernel[(jobs,)](*arguments, width, JOB, stages, num_warps=warps, **EARLY)
+    width, at_once, stages, warps = _chunks(p)
+    rms_norm_backward_kernel[(jobs,)](
+        h, w, dy, extra, dh, dx, parts, rows, row_stride(h), eps, n, p, width, at_once, JOB, stages, num_warps=warps,
+        **EARLY,
+    )  # fmt: skip
     return dh, dh if dx is None else dx, parts

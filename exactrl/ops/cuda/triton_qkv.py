@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from exactrl.ops.cuda.triton_early import EARLY, wait
-from exactrl.ops.cuda.triton_rows import JOB, divided, inverse_rms, row_stride, row_tree, warps_for
+from exactrl.ops.cuda.triton_rows import JOB, inverse_rms, row_stride, row_tree, warps_for
 
 if TYPE_CHECKING:
     from exactrl.ops.qkv import HeadShape, RopeTable
 
 HEADS = 8
-AHEAD = 1200  # fewer programs of the backward load the tokens after the next one ahead; changes no bit
+STAGES = 1  # tokens whose loads are under way in the backward
 MANY, TOKENS = 1024, 4  # from so many tokens on a program of the forward takes so many; changes no bit
 SIZES = ["POSITIONS", "T"]
 
@@ -141,7 +141,7 @@ def _job_backward(
         ua, ub = a * r, b * r
         dwa, dwb = dwa + ga * ua, dwb + gb * ub
         ga, gb = ga * wa, gb * wb
-        mean = divided(_head_tree(ga * ua, gb * ub), D)[:, None]
+        mean = tl.div_rn(_head_tree(ga * ua, gb * ub), tl.full((HEADS,), D, tl.float32))[:, None]
         da, db = r * (ga - ua * mean), r * (gb - ub * mean)
         _store_halves(dx + token * stride_dx, first, da, db, COUNT, D, HEADS)
     _store_halves(parts, first, dwa, dwb, COUNT, D, HEADS)
@@ -223,10 +223,9 @@ def backward(qkv, wq, wk, rope: RopeTable, positions, shape: HeadShape, eps: flo
     parts_q, parts_k = (
         torch.empty(jobs * n, shape.dim, dtype=torch.float32, device=qkv.device) for n in (shape.heads, shape.kv_heads)
     )
-    programs = jobs * _blocks(shape, heads)
-    qkv_backward_kernel[(programs,)](
+    qkv_backward_kernel[(jobs * _blocks(shape, heads),)](
         qkv, wq, wk, rope.cos, rope.sin, positions, dq, dk, dv, dqkv, parts_q, parts_k, rope.cos.shape[0], tokens,
-        row_stride(qkv), eps, shape.heads, shape.kv_heads, shape.dim, heads, JOB, 3 if programs < AHEAD else 1,
+        row_stride(qkv), eps, shape.heads, shape.kv_heads, shape.dim, heads, JOB, STAGES,
         num_warps=warps_for(heads * shape.dim), **EARLY,
     )  # fmt: skip
     return dqkv, parts_q, parts_k

@@ -96,19 +96,11 @@ def chunked_tree(chunks, P: tl.constexpr):
 
 
 @triton.jit
-def divided(total, N: tl.constexpr):
-    """total / N as IEEE says; total fp32 [R]."""
-    if N & (N - 1) == 0:
-        return total * (1.0 / N)  # the same number before it is rounded
-    else:
-        return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
-
-
-@triton.jit
 def inverse_rms(total, eps, N: tl.constexpr):
     """1 / sqrt(total / N + eps), each step rounded as IEEE says; total fp32 [R], the tree over x² of a row of N."""
+    length = tl.full(total.shape, N, tl.float32)
     one = tl.full(total.shape, 1.0, tl.float32)
-    return tl.div_rn(one, tl.sqrt_rn(divided(total, N) + eps))
+    return tl.div_rn(one, tl.sqrt_rn(tl.div_rn(total, length) + eps))
 
 
 @triton.jit(do_not_specialize=["rows"])

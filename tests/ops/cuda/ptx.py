@@ -31,12 +31,12 @@ CASES = {
     "rms_norm_backward": (
         triton_norm.rms_norm_backward_kernel,
         {**NORM, "dy": BF16, "extra": BF16, "dh": BF16, "parts": F32, "T": "i32"},
-        {"dx": None, "N": 2560, "P": 4096, "WIDTH": 512, "JOB": triton_rows.JOB, "STAGES": 3},
+        {"dx": None, "N": 2560, "P": 4096, "WIDTH": 512, "ROWS": 1, "JOB": triton_rows.JOB, "STAGES": 3},
     ),
-    "rms_norm_backward_pairs": (
-        triton_norm.rms_norm_backward_pairs_kernel,
+    "rms_norm_backward_two": (
+        triton_norm.rms_norm_backward_kernel,
         {**NORM, "dy": BF16, "extra": BF16, "dh": BF16, "parts": F32, "T": "i32"},
-        {"dx": None, "N": 1024, "P": 1024, "JOB": triton_rows.JOB, "STAGES": 3},
+        {"dx": None, "N": 1024, "P": 1024, "WIDTH": 1024, "ROWS": 2, "JOB": triton_rows.JOB, "STAGES": 3},
     ),
     "rms_norm_rows": (triton_norm.rms_norm_rows_kernel, {**NORM, "T": "i32"}, {"N": 1024, "P": 1024, "STAGES": 3}),
     "qkv": (triton_qkv.qkv_kernel, QKV, {**HEADS, "TOKENS": 4, "slots": None}),

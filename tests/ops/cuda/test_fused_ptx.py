@@ -26,7 +26,7 @@ DIVIDING = {
     "add_rms_norm",
     "rms_norm_rows",
     "rms_norm_backward",
-    "rms_norm_backward_pairs",
+    "rms_norm_backward_two",
     "qkv",
     "qkv_into_cache",
     "qkv_backward",
