@@ -5,7 +5,7 @@
 // computed transposed, keys and head dimension on the wide side of the matrix unit, rows on the narrow one. Each warp fills
 // a ring of its own with keys and values, across the borders of blocks and splits. The warps of a block take heads of the
 // same split, so that a multiprocessor reads few pages at a time. Whoever finishes the last split
-// of a (sequence, kv head) has its block merge them all, ascending.
+// of a (sequence, kv head) has its block merge them all, ascending; or, with `merges` 0, merge_splits.cu does.
 //
 // Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one chunk), RING (chunks a warp holds), WARPS, TMA (1:
 // chunks come through the bulk copy engine, 0: by copies of 16 bytes).
@@ -120,36 +120,9 @@ __device__ void store_partial(const Arguments& a, const Item& item, const State&
   }
 }
 
-// All threads of the block: the splits of a (sequence, kv head), ascending.
+// All threads of the block.
 __device__ void merge(const Arguments& a, const Item& item) {
-  int splits = splits_of(item);
-  u64 first = ((u64)(item.place - item.split) * KV_HEADS + item.head) * a.held;
-  for (int e = threadIdx.x * 4; e < item.count * GROUP * D; e += WARPS * LANES * 4) {
-    int row = e / D, d = e % D;
-    float A[4] = {0, 0, 0, 0}, M = NONE, L = 0;
-    for (int split0 = 0; split0 < splits; split0 += UNROLL) {
-      float4 acc[UNROLL];
-      float2 stats[UNROLL];
-#pragma unroll
-      for (int i = 0; i < UNROLL; i++) {
-        u64 at = first + (u64)min(split0 + i, splits - 1) * KV_HEADS * a.held + row;
-        acc[i] = __ldcg((const float4*)(a.partial + at * D + d));
-        stats[i] = __ldcg((const float2*)(a.stats + 2 * at));
-      }
-#pragma unroll
-      for (int i = 0; i < UNROLL; i++) {
-        float m = stats[i].x, l = stats[i].y, values[4] = {acc[i].x, acc[i].y, acc[i].z, acc[i].w};
-        if (split0 + i >= splits || m == NONE) continue;  // a split of which the row sees no key
-        float mn = fmaxf(M, m), old_weight = exp2_approx(__fsub_rn(M, mn)), weight = exp2_approx(__fsub_rn(m, mn));
-#pragma unroll
-        for (int j = 0; j < 4; j++) A[j] = __fadd_rn(__fmul_rn(A[j], old_weight), __fmul_rn(values[j], weight));
-        L = __fadd_rn(__fmul_rn(L, old_weight), __fmul_rn(l, weight)), M = mn;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) store_out(a, item, row, d + j, __fdiv_rn(A[j], L));
-    if (d == 0) store_lse(a, item, row, M, L);
-  }
+  merge_rows<UNROLL>(a, item, threadIdx.x, WARPS * LANES);
   if (threadIdx.x == 0) a.arrived[item.sequence * KV_HEADS + item.head] = 0;  // for the next layer
 }
 
@@ -157,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
     const bf16* q_rows, const bf16* k, const bf16* v, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, bf16* out, float* lse, int wants_lse, const int* items, const int* item_count, int* arrived, float* partial, float* stats, const int* starts,
     const int* lengths, const int* tables, int table_width, int tokens, int held, int stride_q, int stride_k, int stride_v,
-    float scale) {
+    float scale, int merges) {
   const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, starts, lengths,
                        tables, table_width, tokens, held, stride_q, stride_k, stride_v, scale};
   extern __shared__ char unaligned[];
@@ -202,14 +175,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
         finish_alone(a, item, x, lane);
       } else {
         store_partial(a, item, x, lane);
-        __threadfence();
-        __syncwarp();
-        int before = 0;
-        if (lane == 0) before = atomicAdd(a.arrived + item.sequence * KV_HEADS + item.head, 1);
-        last = __shfl_sync(~0u, before, 0) == splits - 1;
-        __threadfence();
+        if (merges) {
+          __threadfence();
+          __syncwarp();
+          int before = 0;
+          if (lane == 0) before = atomicAdd(a.arrived + item.sequence * KV_HEADS + item.head, 1);
+          last = __shfl_sync(~0u, before, 0) == splits - 1;
+          __threadfence();
+        }
       }
     }
+    if (!merges) continue;
     if (lane == 0) merging[warp] = last ? index : -1;
     if (__syncthreads_or(last)) {
       for (int i = 0; i < WARPS; i++)
