@@ -228,7 +228,9 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
     return {implementation.name: implementation for implementation in found}
 
 
-def _split_of(name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile | StreamTile) -> AttentionImplementation:
+def _split_of(
+    name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile | StreamTile
+) -> AttentionImplementation:
     serves = partial(_split_serves, tile=tile)
     return AttentionImplementation(f"{name}:{tile}", "split", partial(attend, tile=tile), serves, tile.rows)
 

@@ -1,7 +1,8 @@
 // Merges the partial results of all splits, a block for each (sequence, kv head), once all of them are there: a launch of
 // its own, for contexts of many splits. Definition in attention.py. Follows split_items.cuh and split_merge.cuh.
+// Compiled with -D of split_items.cuh and MERGED (splits in flight).
 
-constexpr int MERGE_THREADS = 128, MERGE_UNROLL = 32;  // splits in flight
+constexpr int MERGE_THREADS = 128;
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_splits(
     bf16* out, float* lse, int wants_lse, const int* merges, float* partial, float* stats, const int* starts,
@@ -13,5 +14,5 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_splits(
   if (item.place < 0) return;
   item.head = blockIdx.x % KV_HEADS, item.start = starts[item.sequence];
   item.count = starts[item.sequence + 1] - item.start, item.length = lengths[item.sequence];
-  merge_rows<MERGE_UNROLL>(a, item, threadIdx.x, MERGE_THREADS);
+  merge_rows<MERGED>(a, item, threadIdx.x, MERGE_THREADS);
 }

@@ -14,6 +14,7 @@ from exactrl.ops.cuda.triton_split_attention import SplitPlan
 FOLDER = Path(__file__).parent
 FILES = ("hopper.cuh", "split_items.cuh", "split_merge.cuh", "merge_splits.cu")
 THREADS = 128
+MERGED = 32  # splits in flight
 
 
 def source() -> str:
@@ -21,7 +22,7 @@ def source() -> str:
 
 
 def source_options(heads: int, kv_heads: int, dim: int) -> list[str]:
-    values = {"DIM": dim, "HEADS": heads, "KV_HEADS": kv_heads, "PAGE_SIZE": 64}  # no page is read
+    values = {"DIM": dim, "HEADS": heads, "KV_HEADS": kv_heads, "PAGE_SIZE": 64, "MERGED": MERGED}  # no page is read
     return ["--fmad=false", *(f"-D{name}={value}" for name, value in values.items())]
 
 
