@@ -63,7 +63,8 @@ def attend_stream(
     kernel = _kernel(heads, kv_heads, dim, page_size, tile, torch.cuda.current_device())
     kernel.launch((blocks, 1, 1), THREADS, (
         q, *(page_map(x, min(BLOCK, page_size)) for x in (k, v)), out, out if lse is None else lse,
-        int(lse is not None), plan.items, splits.total, splits.partial, splits.stats, t, splits.held, stride_q, scale_of(dim),
+        int(lse is not None), plan.items, splits.total, splits.partial, splits.stats, t, splits.held, stride_q,
+        scale_of(dim),
     ))  # fmt: skip
     if int(rows.most_keys[sequences].max()) > SPLIT:
         merge_splits(splits, heads, kv_heads, out, lse)
