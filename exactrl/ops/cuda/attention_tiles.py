@@ -149,4 +149,4 @@ class StreamTile:
         return self.ring * 64 * dim * 2 + 512 * 16 + 2 * 8 * 8 * 4 + 16 * self.ring
 
 
-STREAM_SPLIT = (StreamTile(6, 2), StreamTile(5, 2), StreamTile(12, 1), StreamTile(8, 1))
+STREAM_SPLIT = (StreamTile(5, 2), StreamTile(6, 1))

@@ -1,18 +1,61 @@
-// Merges the partial results of all splits, a block for each (sequence, kv head), once all of them are there: a launch of
-// its own, for contexts of many splits. Definition in attention.py. Follows split_items.cuh and split_merge.cuh.
-// Compiled with -D of split_items.cuh and MERGED (splits in flight).
+// Merges the partial results of all splits, ascending, once all of them are there: a launch of its own, which may start
+// while the launch that stores them still runs. A thread takes WIDTH columns of a row; PARTS blocks share the rows of a
+// (sequence, kv head). Definition in attention.py.
+//
+// Follows split_items.cuh; compiled with its -D and WIDTH (1 or 4), PARTS, IN_FLIGHT (splits that are loaded before the first
+// is used).
 
 constexpr int MERGE_THREADS = 128;
+
+__device__ __forceinline__ void load_columns(float (&x)[WIDTH], const float* from) {
+  if constexpr (WIDTH == 4) {
+    float4 y = __ldcg((const float4*)from);
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+    x[0] = __ldcg(from);
+  }
+}
+
+__device__ __forceinline__ void merge_columns(const Arguments& a, const Item& item, int row, int d) {
+  int splits = splits_of(item);
+  u64 first = ((u64)item.place * KV_HEADS + item.head) * a.held + row;
+  float A[WIDTH] = {}, M = NONE, L = 0;
+  for (int split0 = 0; split0 < splits; split0 += IN_FLIGHT) {
+    float acc[IN_FLIGHT][WIDTH];
+    float2 stats[IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i++) {
+      stats[i] = make_float2(NONE, 0);
+      if (split0 + i >= splits) continue;
+      u64 at = first + (u64)(split0 + i) * KV_HEADS * a.held;
+      load_columns(acc[i], a.partial + at * D + d);
+      stats[i] = __ldcg((const float2*)(a.stats + 2 * at));
+    }
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i++) {
+      float m = stats[i].x, l = stats[i].y;
+      if (m == NONE) continue;  // no split, or one of which the row sees no key
+      float mn = fmaxf(M, m), old_weight = exp2_approx(__fsub_rn(M, mn)), weight = exp2_approx(__fsub_rn(m, mn));
+#pragma unroll
+      for (int j = 0; j < WIDTH; j++) A[j] = __fadd_rn(__fmul_rn(A[j], old_weight), __fmul_rn(acc[i][j], weight));
+      L = __fadd_rn(__fmul_rn(L, old_weight), __fmul_rn(l, weight)), M = mn;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < WIDTH; j++) store_out(a, item, row, d + j, __fdiv_rn(A[j], L));
+  if (d == 0) store_lse(a, item, row, M, L);
+}
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_splits(
     bf16* out, float* lse, int wants_lse, const int* merges, float* partial, float* stats, const int* starts,
     const int* lengths, int tokens, int held) {
   Arguments a = {};
   a.out = out, a.lse = wants_lse ? lse : nullptr, a.partial = partial, a.stats = stats, a.tokens = tokens, a.held = held;
+  int part = blockIdx.x % PARTS, merged = blockIdx.x / PARTS;
   Item item = {};
-  item.sequence = merges[2 * (blockIdx.x / KV_HEADS)], item.place = merges[2 * (blockIdx.x / KV_HEADS) + 1];
-  if (item.place < 0) return;
-  item.head = blockIdx.x % KV_HEADS, item.start = starts[item.sequence];
-  item.count = starts[item.sequence + 1] - item.start, item.length = lengths[item.sequence];
-  merge_rows<MERGED>(a, item, threadIdx.x, MERGE_THREADS);
+  item.sequence = merges[2 * (merged / KV_HEADS)], item.place = merges[2 * (merged / KV_HEADS) + 1];
+  item.head = merged % KV_HEADS, item.start = starts[item.sequence], item.length = lengths[item.sequence];
+  int rows = (starts[item.sequence + 1] - item.start) * GROUP, e = (part * MERGE_THREADS + threadIdx.x) * WIDTH;
+  wait_for_launch_before();
+  if (item.place >= 0 && e < rows * D) merge_columns(a, item, e / D, e % D);
 }

@@ -4,8 +4,7 @@
 // A warp takes one split of one (sequence, kv head) at a time and needs no other warp for it: scores and output are
 // computed transposed, keys and head dimension on the wide side of the matrix unit, rows on the narrow one. Each warp fills
 // a ring of its own with keys and values, across the borders of blocks and splits. The warps of a block take heads of the
-// same split, so that a multiprocessor reads few pages at a time. Whoever finishes the last split
-// of a (sequence, kv head) has its block merge them all, ascending; or, with `merges` 0, merge_splits.cu does.
+// same split, so that a multiprocessor reads few pages at a time. merge_splits.cu merges what they store.
 //
 // Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one chunk), RING (chunks a warp holds), WARPS, TMA (1:
 // chunks come through the bulk copy engine, 0: by copies of 16 bytes).
@@ -120,22 +119,15 @@ __device__ void store_partial(const Arguments& a, const Item& item, const State&
   }
 }
 
-// All threads of the block.
-__device__ void merge(const Arguments& a, const Item& item) {
-  merge_rows<UNROLL>(a, item, threadIdx.x, WARPS * LANES);
-  if (threadIdx.x == 0) a.arrived[item.sequence * KV_HEADS + item.head] = 0;  // for the next layer
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
     const bf16* q_rows, const bf16* k, const bf16* v, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, bf16* out, float* lse, int wants_lse, const int* items, const int* item_count, int* arrived, float* partial, float* stats, const int* starts,
-    const int* lengths, const int* tables, int table_width, int tokens, int held, int stride_q, int stride_k, int stride_v,
-    float scale, int merges) {
-  const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, starts, lengths,
+    const __grid_constant__ TensorMap v_map, bf16* out, float* lse, int wants_lse, const int* items, const int* item_count,
+    float* partial, float* stats, const int* starts, const int* lengths, const int* tables, int table_width, int tokens,
+    int held, int stride_q, int stride_k, int stride_v, float scale) {
+  const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, nullptr, partial, stats, starts, lengths,
                        tables, table_width, tokens, held, stride_q, stride_k, stride_v, scale};
   extern __shared__ char unaligned[];
   __shared__ alignas(8) u64 barriers[WARPS][RING];
-  __shared__ int merging[WARPS];
   int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, blocks = gridDim.x, total = *a.total * KV_HEADS;
   // Few splits spread over all multiprocessors, many over the warps of a block, too.
   int busy = 1;
@@ -152,45 +144,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
   if (feed.index < total && feed.chunks == 0) feed.advance();
 #pragma unroll 1
   for (int i = 0; i < RING - 1; i++) feed.next();
-  for (int round = blockIdx.x * busy; round < total; round += step, index += step) {
-    bool last = false;
-    if (index < total) {
-      Item item = item_of(a, index);
-      State x = {};
-      x.m[0] = x.m[1] = NONE;
-      u32 q[STEPS][2];
-      int row = lane >> 2, limit[2];
-      const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
-      for (int i = 0; i < STEPS; i++)
-        for (int half = 0; half < 2; half++)
-          q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
-      int earliest = item.length - item.count + 1;  // keys that the first row sees
-      for (int side = 0; side < 2; side++) limit[side] = earliest + ((lane & 3) * 2 + side) / GROUP;
-      for (int block = 0; block < item.blocks; block++) {
-        int key0 = item.split * SPLIT + block * BLOCK;
-        add_block(x, feed, ring, q, a.scale, lane, key0, limit, key0 + BLOCK > earliest, item.length);
-      }
-      int splits = splits_of(item);
-      if (item.split < 0 || splits == 1) {
-        finish_alone(a, item, x, lane);
-      } else {
-        store_partial(a, item, x, lane);
-        if (merges) {
-          __threadfence();
-          __syncwarp();
-          int before = 0;
-          if (lane == 0) before = atomicAdd(a.arrived + item.sequence * KV_HEADS + item.head, 1);
-          last = __shfl_sync(~0u, before, 0) == splits - 1;
-          __threadfence();
-        }
-      }
+  dependents_may_start();
+  for (; index < total; index += step) {
+    Item item = item_of(a, index);
+    State x = {};
+    x.m[0] = x.m[1] = NONE;
+    u32 q[STEPS][2];
+    int row = lane >> 2, limit[2];
+    const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
+    for (int i = 0; i < STEPS; i++)
+      for (int half = 0; half < 2; half++)
+        q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
+    int earliest = item.length - item.count + 1;  // keys that the first row sees
+    for (int side = 0; side < 2; side++) limit[side] = earliest + ((lane & 3) * 2 + side) / GROUP;
+    for (int block = 0; block < item.blocks; block++) {
+      int key0 = item.split * SPLIT + block * BLOCK;
+      add_block(x, feed, ring, q, a.scale, lane, key0, limit, key0 + BLOCK > earliest, item.length);
     }
-    if (!merges) continue;
-    if (lane == 0) merging[warp] = last ? index : -1;
-    if (__syncthreads_or(last)) {
-      for (int i = 0; i < WARPS; i++)
-        if (merging[i] >= 0) merge(a, item_of(a, merging[i]));
-      __syncthreads();
-    }
+    if (item.split < 0 || splits_of(item) == 1)
+      finish_alone(a, item, x, lane);
+    else
+      store_partial(a, item, x, lane);
   }
 }

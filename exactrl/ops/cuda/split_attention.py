@@ -17,15 +17,14 @@ from exactrl.ops.cuda.attention_host import multiprocessors, page_map, scale_of
 from exactrl.ops.cuda.attention_tiles import WARPS, WarpTile
 from exactrl.ops.cuda.merge_splits import merge_splits
 from exactrl.ops.cuda.nvrtc import Kernel
-from exactrl.ops.cuda.triton_attention import SPLIT, page_size_of, strides
+from exactrl.ops.cuda.triton_attention import page_size_of, strides
 from exactrl.ops.cuda.triton_split_attention import split_plan
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
 
 FOLDER = Path(__file__).parent
-MERGED_BESIDE = 8  # splits of one sequence that are merged while other warps go on
-FILES = ("hopper.cuh", "warp_tiles.cuh", "split_items.cuh", "split_merge.cuh", "split_feed.cuh", "split_attention.cu")
+FILES = ("hopper.cuh", "warp_tiles.cuh", "split_items.cuh", "split_feed.cuh", "split_attention.cu")
 
 
 def source() -> str:
@@ -38,11 +37,6 @@ def source_options(heads: int, kv_heads: int, dim: int, page_size: int, tile: Wa
         "WARPS": WARPS, "TMA": int(tile.tma),
     }  # fmt: skip
     return ["--fmad=false", *(f"-D{name}={value}" for name, value in values.items())]
-
-
-def merges_apart(rows: AttentionRows, sequences: np.ndarray) -> bool:
-    """Merging many splits takes long, and the warps beside wait: late blocks then finish last again and merge again."""
-    return int(rows.most_keys[sequences].max()) > MERGED_BESIDE * SPLIT
 
 
 @functools.cache
@@ -67,14 +61,11 @@ def attend_splits(
     assert rows.tables is not None, "splits in parallel read pages"
     assert out.is_contiguous(), out.stride()
     plan = split_plan(rows, sequences, heads, kv_heads, dim)
-    apart = merges_apart(rows, sequences)
     blocks = min(len(plan.items) * kv_heads, multiprocessors(q.device) * tile.ctas)
     kernel = _kernel(heads, kv_heads, dim, page_size, tile, torch.cuda.current_device())
     kernel.launch((blocks, 1, 1), WARPS * 32, (
         q, k, v, *(page_map(x, min(tile.keys, page_size)) for x in (k, v)), out, out if lse is None else lse,
-        int(lse is not None), plan.items, plan.total, plan.arrived, plan.partial, plan.stats, rows.starts, rows.lengths,
+        int(lse is not None), plan.items, plan.total, plan.partial, plan.stats, rows.starts, rows.lengths,
         rows.tables, rows.tables.stride(0), t, plan.held, *strides(q, k, v, page_size), scale_of(dim),
-        int(not apart),
     ))  # fmt: skip
-    if apart:
-        merge_splits(plan, heads, kv_heads, out, lse)
+    merge_splits(plan, int(rows.most_keys[sequences].max()), heads, kv_heads, out, lse)

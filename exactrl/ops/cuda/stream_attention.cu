@@ -276,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_stream(
     if (lane == 0) prefetch_map(&k_map), prefetch_map(&v_map);
   }
   __syncthreads();
+  dependents_may_start();
   if (warp < SCORERS)
     attend(a, ring, total, warp, lane);
   else

@@ -17,7 +17,7 @@ from exactrl.ops.cuda.attention_tiles import StreamTile
 from exactrl.ops.cuda.listed_splits import listed_plan, options_of, source_of
 from exactrl.ops.cuda.merge_splits import merge_splits
 from exactrl.ops.cuda.nvrtc import Kernel
-from exactrl.ops.cuda.triton_attention import BLOCK, SPLIT, page_size_of, strides
+from exactrl.ops.cuda.triton_attention import BLOCK, page_size_of, strides
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -66,5 +66,4 @@ def attend_stream(
         int(lse is not None), plan.items, splits.total, splits.partial, splits.stats, t, splits.held, stride_q,
         scale_of(dim),
     ))  # fmt: skip
-    if int(rows.most_keys[sequences].max()) > SPLIT:
-        merge_splits(splits, heads, kv_heads, out, lse)
+    merge_splits(splits, int(rows.most_keys[sequences].max()), heads, kv_heads, out, lse)

@@ -228,6 +228,8 @@ static void store_zeros(u32 into) { memset(place(into, 16), 0, 16); }
 
 static void named_sync(int id, int threads) { meet(blocks[self->block].named[id], threads); }
 static void fence_async_shared() {}
+static void dependents_may_start() {}
+static void wait_for_launch_before() {}  // launches run one after another
 static void barriers_ready() {}
 static void prefetch_map(const TensorMap*) {}
 

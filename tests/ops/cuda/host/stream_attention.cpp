@@ -1,8 +1,5 @@
-// attend_stream and merge_splits on the host.
+// attend_stream on the host.
 #include "common.h"
-#include "split_merge.cuh"
-#define MERGED 2  // fewer than the splits of the longest sequence
-#include "merge_splits.cu"
 
 extern "C" void attend_on_host(int grid, int cluster_blocks, int threads, int seed, void** arguments) {
   given = arguments;
@@ -12,14 +9,5 @@ extern "C" void attend_on_host(int grid, int cluster_blocks, int threads, int se
         argument<bf16*>(0), argument<TensorMap>(1), argument<TensorMap>(2), argument<bf16*>(3), argument<float*>(4),
         argument<int>(5), argument<int*>(6), argument<int*>(7), argument<float*>(8), argument<float*>(9), argument<int>(10),
         argument<int>(11), argument<int>(12), argument<float>(13));
-  });
-}
-
-extern "C" void merge_on_host(int grid, int cluster_blocks, int threads, int seed, void** arguments) {
-  given = arguments;
-  launch(grid, cluster_blocks, threads, 0, [] {
-    merge_splits(
-        argument<bf16*>(0), argument<float*>(1), argument<int>(2), argument<int*>(3), argument<float*>(4), argument<float*>(5),
-        argument<int*>(6), argument<int*>(7), argument<int>(8), argument<int>(9));
   });
 }
