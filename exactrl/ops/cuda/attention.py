@@ -202,7 +202,7 @@ def _stream(q, k, v, rows, out, lse, sequences, tile: StreamTile) -> None:
     attend_stream(q, k, v, rows, out, lse, sequences, tile)
 
 
-def _few_or_many(q, k, v, rows, out, lse, sequences, tile: WarpTile | StreamTile) -> None:
+def _few_or_many(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
     from exactrl.ops.cuda.decode_attention import attend_few_or_many
 
     attend_few_or_many(q, k, v, rows, out, lse, sequences, tile)
@@ -246,7 +246,6 @@ def _compiled() -> list[AttentionImplementation]:
         *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
         AttentionImplementation("cuda-cluster", "split", _cluster_split, _cluster_serves, WARP_ROWS),
         *(_split_of("cuda-decode-tma" if tile.tma else "cuda-decode", _few_or_many, tile) for tile in FEW_OR_MANY),
-        *(_split_of("cuda-decode-stream", _few_or_many, tile) for tile in STREAM_SPLIT),
         *(_split_of("cuda-stream", _stream, tile) for tile in STREAM_SPLIT),
     ]
 

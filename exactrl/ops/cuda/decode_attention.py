@@ -1,6 +1,6 @@
-"""Splits in parallel, few or many: a cluster of blocks takes each of a few, a warp or a block each of many.
+"""Splits in parallel, few or many: a cluster takes each of them up to one for every multiprocessor, beyond that a warp.
 
-All kernels give the same bits; which one runs follows from what the host knows of a batch.
+Both kernels give the same bits; which one runs follows from what the host knows of a batch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from exactrl.ops.cuda.attention_host import multiprocessors
-from exactrl.ops.cuda.attention_tiles import ClusterTile, StreamTile, WarpTile
+from exactrl.ops.cuda.attention_tiles import ClusterTile, WarpTile
 from exactrl.ops.cuda.cluster_attention import attend_clusters
 from exactrl.ops.cuda.split_attention import attend_splits
-from exactrl.ops.cuda.stream_attention import attend_stream
 from exactrl.ops.cuda.triton_attention import SPLIT
 
 if TYPE_CHECKING:
@@ -29,15 +28,11 @@ def attend_few_or_many(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sequences: np.ndarray,
-    tile: WarpTile | StreamTile,
+    tile: WarpTile,
 ) -> None:
-    """AttentionImplementation.attend. `tile` is for many splits. A warp needs more of them than a block until it is
-    faster than a cluster."""
+    """AttentionImplementation.attend. `tile` is for many splits."""
     splits = int((-(-rows.most_keys[sequences] // SPLIT)).sum()) * k.shape[-2]
-    few = multiprocessors(q.device) // (2 if isinstance(tile, StreamTile) else 1)
-    if splits <= few:
+    if splits <= multiprocessors(q.device):
         attend_clusters(q, k, v, rows, out, lse, sequences, ClusterTile.of(q.shape[-1]))
-    elif isinstance(tile, StreamTile):
-        attend_stream(q, k, v, rows, out, lse, sequences, tile)
     else:
         attend_splits(q, k, v, rows, out, lse, sequences, tile)

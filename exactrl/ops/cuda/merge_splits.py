@@ -4,7 +4,6 @@ attention.py."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,50 +16,39 @@ FILES = ("hopper.cuh", "split_items.cuh", "merge_splits.cu")
 THREADS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class MergeTile:
-    """A thread takes `width` columns (1 or 4) of a row, and `in_flight` splits before it uses the first."""
-
-    width: int
-    in_flight: int
-
-    def parts(self, held: int, dim: int) -> int:
-        """Blocks for the rows of one (sequence, kv head)."""
-        return -(-held * dim // (THREADS * self.width))
-
-
-FEW, MANY = MergeTile(4, 8), MergeTile(1, 48)  # splits of the longest sequence
+FEW, MANY = 8, 32
+"""Splits of each sequence that are loaded before the first is used: where the longest has up to FEW, and beyond."""
 
 
 def source() -> str:
     return "".join((FOLDER / name).read_text() for name in FILES)
 
 
-def source_options(heads: int, kv_heads: int, dim: int, parts: int, tile: MergeTile) -> list[str]:
+def source_options(heads: int, kv_heads: int, dim: int, parts: int, in_flight: int) -> list[str]:
     values = {
-        "DIM": dim, "HEADS": heads, "KV_HEADS": kv_heads, "PAGE_SIZE": 64, "WIDTH": tile.width,
-        "PARTS": parts, "IN_FLIGHT": tile.in_flight,
+        "DIM": dim, "HEADS": heads, "KV_HEADS": kv_heads, "PAGE_SIZE": 64, "PARTS": parts, "IN_FLIGHT": in_flight,
     }  # fmt: skip
     return ["--fmad=false", *(f"-D{name}={value}" for name, value in values.items())]
 
 
 @functools.cache
-def _kernel(heads: int, kv_heads: int, dim: int, parts: int, tile: MergeTile, device: int) -> Kernel:
-    return Kernel(source(), "merge_splits", source_options(heads, kv_heads, dim, parts, tile))
+def _kernel(heads: int, kv_heads: int, dim: int, parts: int, in_flight: int, device: int) -> Kernel:
+    return Kernel(source(), "merge_splits", source_options(heads, kv_heads, dim, parts, in_flight))
 
 
 def merge_splits(
     plan: SplitPlan, most_keys: int, heads: int, kv_heads: int, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     """Fills the rows of all sequences of `plan` that have more than one split; none has more than `most_keys` keys. The
-    launch before, which stores their partial results, may still run."""
+    launch before is the one that stores their partial results."""
     if most_keys <= SPLIT:
         return
     t, _, dim = out.shape
-    tile = FEW if most_keys <= FEW.in_flight * SPLIT else MANY
-    parts = tile.parts(plan.held, dim)
-    kernel = _kernel(heads, kv_heads, dim, parts, tile, torch.cuda.current_device())
+    few = most_keys <= FEW * SPLIT
+    parts = -(-plan.held * dim // (THREADS * 4))
+    kernel = _kernel(heads, kv_heads, dim, parts, FEW if few else MANY, torch.cuda.current_device())
+    # Blocks that start early crowd on the first multiprocessors that become free: with many splits they lose by it.
     kernel.launch((len(plan.merges) * kv_heads * parts, 1, 1), THREADS, (
         out, out if lse is None else lse, int(lse is not None), plan.merges, plan.partial, plan.stats, plan.rows.starts,
         plan.rows.lengths, t, plan.held,
-    ), overlaps=True)  # fmt: skip
+    ), overlaps=few)  # fmt: skip

@@ -89,6 +89,7 @@ __device__ __forceinline__ u32 take(Feed& feed, Ring& ring) {
   u32 address = feed.ring + ring.slot * CHUNK_BYTES;
 #if TMA
   u32 barrier = feed.full + ring.slot * 8, done = 0;
+  fence_async_shared();  // loads from the place used before may still be on their way: the engine must not overtake them
   __syncwarp();
   feed.next();
   while (!done)

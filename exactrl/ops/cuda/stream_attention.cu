@@ -7,8 +7,8 @@
 // own columns. merge_splits.cu merges what they store.
 //
 // Who may touch what, and when:
-//   ring[place]   the copy engine writes after all scorers have arrived at empty[place]; they read after full[place]. Zeros
-//                 that scorers store there are fenced for the copy engine before they arrive.
+//   ring[place]   the copy engine writes after all scorers have arrived at empty[place], they read after full[place]; what
+//                 they load or store there is fenced for the copy engine before they arrive
 //   maxima        written before the first meeting of the scorers in weigh(), read between it and the second
 //   p, factors    written between the two meetings, read from the second one to the first of the next split
 //
@@ -64,6 +64,14 @@ __device__ __forceinline__ void produce(
       }
     }
   }
+}
+
+// A scorer is done with a place. The fence is needed though it only read: loads for the matrix unit may still be on their
+// way, and the machine code does not wait for them; the copy engine's next block must not arrive before.
+__device__ __forceinline__ void leave(const Ring& ring, u32 place, u32 lane) {
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(ring.empty + place * 8);
 }
 
 // What a scorer knows of an item before its keys are there.
@@ -236,8 +244,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Ring& ring, int
       u32 place = chunk % RING;
       barrier_wait(ring.full + place * 8, chunk / RING & 1);
       if (block == warp) score(s, x, ring.places + place * CHUNK_BYTES, lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(ring.empty + place * 8);
+      leave(ring, place, lane);
     }
     weigh(all, s, a, item, warp, lane);
     if (index < total) load_query(x, a, next, lane);
@@ -250,8 +257,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Ring& ring, int
         if (keys < BLOCK) clear_from(values, keys, warp, lane);
         accumulate(sums, values, block, warp, lane);
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(ring.empty + place * 8);
+      leave(ring, place, lane);
     }
     if (warp >= VALUE_WARPS) continue;
     if (alone(item))

@@ -23,8 +23,7 @@ import torch
 from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits, merge_splits, stream_attention
 from exactrl.ops.cuda.attention import AttentionRows
 from exactrl.ops.cuda.attention_host import scale_of
-from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, STREAM_SPLIT, ClusterTile, StreamTile
-from exactrl.ops.cuda.merge_splits import MergeTile
+from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile, StreamTile
 from exactrl.ops.cuda.nvrtc import TensorMap, _address, _argument
 from tests.gpu.attention_inputs import Sequences, draw
 
@@ -159,16 +158,16 @@ class OnHost:
         patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.compiled.list_on_host, 0))
         patch.setattr(stream_attention, "page_map", host_map)
         patch.setattr(stream_attention, "multiprocessors", lambda _: held)
-        patch.setattr(merge_splits, "FEW", MergeTile(4, 2))
-        patch.setattr(merge_splits, "MANY", MergeTile(1 if shape[2] == 64 else 4, 2))  # the longest has three splits
+        patch.setattr(merge_splits, "MANY", 2)  # the longest has three splits
+        patch.setattr(merge_splits, "FEW", 2 if shape[2] == 64 else 8)
         patch.setattr(merge_splits, "_kernel", functools.cache(lambda *shape: self.merge(folder, *shape)))
 
     def merge(
-        self, folder: Path, heads: int, kv_heads: int, dim: int, parts: int, tile: MergeTile, _: int
+        self, folder: Path, heads: int, kv_heads: int, dim: int, parts: int, in_flight: int, _: int
     ) -> HostKernel:
-        into = folder / f"merge-{parts}-{tile.width}"
+        into = folder / f"merge-{parts}-{in_flight}"
         into.mkdir()
-        options = merge_splits.source_options(heads, kv_heads, dim, parts, tile)
+        options = merge_splits.source_options(heads, kv_heads, dim, parts, in_flight)
         return HostKernel(library(merge_splits, options, into).attend_on_host, 0)
 
     def __call__(self, seed: int, *arguments: Any) -> None:
@@ -226,22 +225,14 @@ def test_lengths_beyond_what_a_plan_has_room_for_give_nan(
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("tile", "lengths", "taken"),
-    [
-        (FEW_OR_MANY[0], [512] * 66, "clusters"),
-        (FEW_OR_MANY[0], [512] * 65 + [513], "warps"),
-        (STREAM_SPLIT[0], [512] * 33, "clusters"),
-        (STREAM_SPLIT[0], [512] * 32 + [513], "stream"),
-    ],
-)
-def test_few_splits_go_to_clusters(tile, lengths, taken, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lengths", "taken"), [([512] * 66, "clusters"), ([512] * 65 + [513], "warps")])
+def test_more_splits_than_multiprocessors_go_to_warps(lengths, taken, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(decode_attention, "multiprocessors", lambda _: 132)
-    for name, function in (("clusters", "attend_clusters"), ("warps", "attend_splits"), ("stream", "attend_stream")):
-        monkeypatch.setattr(decode_attention, function, lambda *a, name=name: calls.append((name, a[-1])))
-    count, lengths = len(lengths), np.array([*lengths, 9999])
-    q, k = torch.zeros(count + 1, 4, 128), torch.zeros(1, 64, 2, 128)
-    rows = AttentionRows.build(np.ones(count + 1), lengths, np.zeros((count + 1, 200), np.int32), "cpu")
-    decode_attention.attend_few_or_many(q, k, k, rows, q, None, np.arange(count), tile)  # the last is not asked for
+    monkeypatch.setattr(decode_attention, "attend_clusters", lambda *a: calls.append(("clusters", a[-1])))
+    monkeypatch.setattr(decode_attention, "attend_splits", lambda *a: calls.append(("warps", a[-1])))
+    q, k, lengths = torch.zeros(67, 4, 128), torch.zeros(1, 64, 2, 128), np.array([*lengths, 9999])
+    rows = AttentionRows.build(np.ones(67), lengths, np.zeros((67, 200), np.int32), "cpu")
+    tile = FEW_OR_MANY[0]
+    decode_attention.attend_few_or_many(q, k, k, rows, q, None, np.arange(66), tile)  # the last is not asked for
     assert calls == [(taken, ClusterTile(2) if taken == "clusters" else tile)]
