@@ -1,9 +1,10 @@
 // CUDA's model on the host, for kernels whose machine instructions are the functions of warp_tiles.cuh and hopper.cuh.
 //
 // Every thread of a cluster is a fiber. What waits for others hands over to a fiber drawn at random, so that a missing
-// barrier shows as wrong bits under some seed, and some warps seldom get a turn; copies to shared memory are carried out no earlier than they are waited for,
-// shared memory starts as noise, and a barrier that cannot be passed ends the program. Clusters run one after another, the
-// last one first. A product of the matrix unit is 16 products and one accumulator added in double, rounded once.
+// barrier shows as wrong bits under some seed, and some warps seldom get a turn; copies to shared memory are carried out no
+// earlier than they are waited for, shared memory starts as noise, and a barrier that cannot be passed ends the program. So
+// does a copy of the engine to where a thread has loaded tiles or stored zeros and not fenced them since: the engine may
+// overtake them, whatever barriers say. Clusters run one after another, the last one first. A product of the matrix unit is 16 products and one accumulator added in double, rounded once.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -75,12 +76,14 @@ struct Fiber {
   u32 which;
   bool arrived = false, done = false;  // at the cluster's barrier; with the kernel
   u64 phase = 0;
+  std::vector<u32> unfenced = {};
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
 
 struct Block {
   std::vector<char> shared;
+  std::vector<int> unfenced;  // accesses to each 16 bytes that the copy engine may overtake
   Barrier barrier;
   std::vector<Barrier> warps;
   std::vector<u64> exchanged;  // three words of each thread
@@ -184,6 +187,11 @@ static char* place(u32 address, int size) {
   return shared.data() + offset;
 }
 
+static void touch(u32 address) {
+  self->unfenced.push_back(address / 16);
+  blocks[self->block].unfenced[address / 16]++;
+}
+
 static void store_in_cluster(u32 address, float value) {
   memcpy(place(address, 4), &value, 4);
   if (random_number() % 64 == 0) hand_over();
@@ -224,10 +232,16 @@ static void copies_wait() {
     }
 }
 
-static void store_zeros(u32 into) { memset(place(into, 16), 0, 16); }
+static void store_zeros(u32 into) {
+  touch(into);
+  memset(place(into, 16), 0, 16);
+}
 
 static void named_sync(int id, int threads) { meet(blocks[self->block].named[id], threads); }
-static void fence_async_shared() {}
+static void fence_async_shared() {
+  for (u32 at : self->unfenced) blocks[self->block].unfenced[at]--;
+  self->unfenced.clear();
+}
 static void dependents_may_start() {}
 static void wait_for_launch_before() {}  // launches run one after another
 static void barriers_ready() {}
@@ -278,7 +292,8 @@ static void fence_async_global() {}
 static void fence_gpu() {}
 
 // Rows of 128 bytes, 16-byte segments exchanged by the row's place in an atom of 1024 bytes. Returns the bytes.
-static int copy_rows(std::vector<char>& shared, const Box& box, const TensorMap& map) {
+static int copy_rows(Block& block, const Box& box, const TensorMap& map) {
+  std::vector<char>& shared = block.shared;
   int rows = map.box[2], bytes = 0;
   for (int row = 0; row < rows; row++)
     for (u32 segment = 0; segment < map.box[0] / 8; segment++, bytes += 16) {
@@ -288,6 +303,7 @@ static int copy_rows(std::vector<char>& shared, const Box& box, const TensorMap&
       u32 into = box.into + row * 128 + segment * 16;
       into ^= into >> 3 & 0x70;
       if (into + 16 > shared.size()) fail("a box outside shared memory");
+      if (block.unfenced[into / 16]) fail("a box overtakes loads or stores that were not fenced");
       memcpy(&shared[into], map.base + from * 2, 16);
     }
   return bytes;
@@ -298,7 +314,7 @@ static void carry_out(const Box& box) {
   if (box.from && box.into + box.bytes > shared.size()) fail("a bulk copy outside shared memory");
   if (box.from) memcpy(&shared[box.into], box.from, box.bytes);
   Counter& c = counter(box.block, box.barrier);
-  c.bytes -= box.from ? box.bytes : copy_rows(shared, box, *box.map);
+  c.bytes -= box.from ? box.bytes : copy_rows(blocks[box.block], box, *box.map);
   settle(c);
 }
 
@@ -323,7 +339,9 @@ static void load_matrices(u32 (&a)[4], u32 address, bool transpose) {
       for (int j = 0; j < 2; j++) {
         int row = lane / 4, column = lane % 4 * 2 + j;
         if (transpose) std::swap(row, column);
-        memcpy(&pair[j], place((u32)words[(i * 8 + row) * 3], 16) + column * 2, 2);
+        u32 address = (u32)words[(i * 8 + row) * 3];
+        touch(address);
+        memcpy(&pair[j], place(address, 16) + column * 2, 2);
       }
       a[i] = pair[0] | (u32)pair[1] << 16;
     }
@@ -409,7 +427,7 @@ static void run_cluster(std::vector<Fiber>& fibers) {
     fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
-    fiber.arrived = fiber.done = false, fiber.open.clear(), fiber.groups.clear();
+    fiber.arrived = fiber.done = false, fiber.open.clear(), fiber.groups.clear(), fiber.unfenced.clear();
     ready.push_back(&fiber);
   }
   std::vector<bool> slow(fibers.size() / 32);
@@ -432,7 +450,7 @@ static void launch(u32 grid, u32 cluster_blocks, int threads, int shared_bytes, 
   for (u32 i = 0; i < fibers.size(); i++) fibers[i].block = i / threads, fibers[i].id = i % threads;
   for (int first = grid - cluster_blocks; first >= 0; first -= cluster_blocks) {
     first_block = first, cluster = {};
-    blocks.assign(cluster_blocks, {std::vector<char>(shared_bytes), {}, std::vector<Barrier>(threads / 32), std::vector<u64>(threads * 3), {}, {}});
+    blocks.assign(cluster_blocks, {std::vector<char>(shared_bytes), std::vector<int>(shared_bytes / 16 + 1), {}, std::vector<Barrier>(threads / 32), std::vector<u64>(threads * 3), {}, {}});
     for (Block& block : blocks)
       for (char& c : block.shared) c = random_number();
     run_cluster(fibers);
