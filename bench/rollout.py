@@ -6,7 +6,7 @@ ours, off   tokens per second, true on-policy and not: prompt 256, response 1024
             token ends a response, temperature 1, logprobs recorded
 nano        nano-vllm's workload: 256 prompts of 100 to 1024 tokens, responses of 100 to 1024, Qwen3-0.6B; on and off
 sync        Engine.load_weights from tensors on the device
-table       kernels of one decode step at 1, 32 and 256 sequences, context 768
+table       kernels of one decode step at 1, 32 and 256 sequences, context 768; off-table: with exactness off
 sglang      the workloads of `ours` in SGLang, default and rl_on_policy_target=fsdp (bench/rollout_sglang.py)
 
 Each part (each mode of a part) is a process of its own, so that none finds another's memory, flags or caches, and each
@@ -36,8 +36,9 @@ from bench.parity import SHAPES, make_model_folder
 from bench.rollout_points import NANO, STANDARD, Row, Setup, Workload, floor_tokens_per_sec, measured
 from bench.rollout_sglang import MODES, end_with_parent
 from bench.rollout_table import as_text
+from exactrl.rl.environment import git_revision
 
-PARTS = ("ours", "off", "sync", "table", "nano", "sglang")
+PARTS = ("ours", "off", "sync", "table", "off-table", "nano", "sglang")
 CONTEXT = 768
 
 
@@ -51,14 +52,14 @@ def jobs_of(part: str) -> list[str]:
 def setup_of(job: str, arguments: argparse.Namespace) -> Setup:
     nano = job.startswith("nano") and arguments.shape == "4B" and not arguments.model
     return Setup(
-        "0.6B" if nano else arguments.shape, arguments.model, arguments.device, job not in ("off", "nano off"),
+        "0.6B" if nano else arguments.shape, arguments.model, arguments.device, "off" not in job,
         arguments.chunk_tokens, dict(arguments.engine),
     )  # fmt: skip
 
 
 def work_of(job: str, arguments: argparse.Namespace) -> Sequence[Workload]:
     standard = [Workload.equal(*w) for w in arguments.workload] or STANDARD
-    if job == "table":  # the new tokens are an upper bound of what a table's windows take
+    if "table" in job:  # the new tokens are an upper bound of what a table's windows take
         return [Workload.equal(len(w.prompts), arguments.context, 128) for w in standard]
     if job.startswith("nano"):
         return [Workload.mixed(*arguments.nano) if arguments.nano else NANO]
@@ -68,7 +69,7 @@ def work_of(job: str, arguments: argparse.Namespace) -> Sequence[Workload]:
 def run_here(job: str, arguments: argparse.Namespace) -> None:
     """One job in this process; rows go to standard output as they come."""
     end_with_parent()
-    setup, part = setup_of(job, arguments), job.split()[0]
+    setup, part = setup_of(job, arguments), job.split()[0].removeprefix("off-")
     for row in measured(part, setup, work_of(job, arguments), arguments.repeats, arguments.began):
         print("ROW " + json.dumps(row), flush=True)
 
@@ -146,7 +147,7 @@ def summary_of(rows: Sequence[Row], floor: dict[str, float]) -> dict[str, Any]:
 
 
 def kept_rows(path: Path, jobs: Sequence[str]) -> list[Row]:
-    """Rows of an earlier run whose jobs are not run now; each has its own date."""
+    """Rows of an earlier run whose jobs are not run now; each has its own date and revision."""
     if not path.exists():
         return []
     return [row for row in json.loads(path.read_text())["rows"] if row["job"] not in jobs]
@@ -197,7 +198,7 @@ def main() -> None:
         return
     jobs = [job for part in arguments.part for job in jobs_of(part)]
     path = RESULTS / f"rollout-{arguments.machine}.json"
-    rows = kept_rows(path, jobs) if arguments.add else []
+    rows, revision = kept_rows(path, jobs) if arguments.add else [], git_revision()
     config = setup_of("ours", arguments).config()
     floor = {w.name: round(floor_tokens_per_sec(config, w), 1) for w in work_of("ours", arguments)}
     with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +209,8 @@ def main() -> None:
             command = command_of(job, arguments, given, Path(folder))
             for row in rows_of(command, environment, arguments.seconds):
                 at = time.strftime("%Y-%m-%dT%H:%M:%S")
-                rows.append({"job": job, "shape": str(arguments.model or shape), "at": at, **row})
+                where = {"job": job, "shape": str(arguments.model or shape), "at": at, "git_revision": revision}
+                rows.append({**where, **row})
                 print(job, as_text(row) if row["what"] == "table" else row, flush=True)
                 write_result("rollout", rows, summary_of(rows, floor), arguments.machine)
     print(path, json.dumps(summary_of(rows, floor), indent=1), flush=True)

@@ -166,6 +166,22 @@ def test_a_whole_run_of_tiny_shape(tmp_path, monkeypatch, capsys) -> None:
     assert "sync" in capsys.readouterr().out
 
 
+def test_rows_of_a_part_that_runs_again_go(tmp_path) -> None:
+    path = tmp_path / "rollout.json"
+    assert rollout.kept_rows(path, ["ours"]) == []
+    path.write_text(json.dumps({"rows": [{"job": "ours"}, {"job": "nano on"}, {"job": "off"}]}))
+    assert rollout.kept_rows(path, ["ours", "nano on"]) == [{"job": "off"}]
+
+
+def test_modes_and_models_of_the_jobs() -> None:
+    arguments = rollout.parser().parse_args([])
+    exact = {job: rollout.setup_of(job, arguments).exact for part in rollout.PARTS for job in rollout.jobs_of(part)}
+    assert {job for job, on in exact.items() if not on} == {"off", "off-table", "nano off"}
+    shapes = {job: rollout.setup_of(job, arguments).shape for job in exact}
+    assert {job for job, shape in shapes.items() if shape == "0.6B"} == {"nano on", "nano off"}
+    assert set(shapes.values()) == {"4B", "0.6B"}
+
+
 def test_an_argument_that_makes_no_sense_is_refused() -> None:
     for wrong in (["--workload", "2:8"], ["--workload", "0:8:4"], ["--engine", "overlap"], ["--part", "all"]):
         with pytest.raises(SystemExit):
