@@ -9,7 +9,7 @@ from __future__ import annotations
 from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -18,14 +18,21 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from exactrl.contract import AttentionShape, get_contract
+from exactrl.algo.algorithm import get_algorithm
+from exactrl.contract import AttentionShape, get_contract, noise_key
+from exactrl.engine.engine import Engine
 from exactrl.errors import ExactRLError
 from exactrl.launch.device import make_ops
 from exactrl.model.config import find_model, read_config
+from exactrl.model.qwen3 import Qwen3
+from exactrl.model.weights import load_weights, random_weights
 from exactrl.ops.cuda import linear
 from exactrl.ops.cuda.attention import AttentionChoice, AttentionRows, attention_implementations
 from exactrl.ops.cuda.binding import CudaOps, CudaRows
 from exactrl.ops.cuda.plain import PlainOps, our_attention
+from exactrl.parity.subject import to_samples
+from exactrl.train.trainer import Trainer
+from exactrl.types import Request, SamplingParams
 from tests.gpu.attention_inputs import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy names every NaN that a mask drops
@@ -136,6 +143,42 @@ def test_packed_sequences(fa3) -> None:
     rows = rows_of(data.packed())
     expected = ops(False).packed_attention(data.q, data.k, data.v, rows)
     assert close(ops(True).packed_attention(data.q, data.k, data.v, rows), expected)
+
+
+CONFIG = replace(
+    read_config(find_model("tiny")), num_layers=1, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
+    head_dim=DIM, vocab_size=80,
+)  # fmt: skip
+
+
+def test_engine_and_trainer_run_and_come_close_to_the_kernels_of_exactness(fa3) -> None:
+    """Chunks beside decoding, then the trainer on the same tokens in both modes. numpy's product plays cuBLAS."""
+
+    def product(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int = 1) -> torch.Tensor:
+        return (x.float() @ w.float().T).to(out_dtype)
+
+    def model(mode: CudaOps, *, trainable: bool) -> Qwen3:
+        made = Qwen3(CONFIG, replace(mode, product=product), torch.float16, trainable=trainable)
+        load_weights(made, random_weights(CONFIG, 0, embed=0.3), "random weights")
+        return made
+
+    requests = [
+        Request(f"r{n}", tuple(range(n)), SamplingParams(3, 1.0, ()), noise_key(0, "test", 0, 0, f"r{n}", 0))
+        for n in (3, 67)
+    ]
+    engine = Engine(model(ops(True), trainable=False), max_concurrent=2, kv_tokens=320, chunk_tokens=40)
+    completions = engine.generate(requests)
+    assert {None, 1} <= set(fa3.metadata_given), "mixed batches and decode batches"
+    scored = {
+        with_fa3: Trainer(model(ops(with_fa3), trainable=True), get_algorithm("grpo"), lr=1e-3).score(
+            to_samples(requests, completions)
+        )
+        for with_fa3 in (True, False)
+    }
+    for with_fa3, found in scored.items():
+        for a, c in zip(found, completions, strict=True):
+            assert np.abs(a - c.logprobs).max() < 0.02, with_fa3
+    assert min(np.abs(np.concatenate(scored[False])).tolist()) > 0.01, "a model that is sure shows nothing"
 
 
 def test_a_head_dimension_that_flash_attention_does_not_know_goes_to_our_kernels(fa3) -> None:
