@@ -63,6 +63,7 @@ class FakeEngine:
         self.in_flight: deque[tuple[list[Chunk], list[tuple[int, float]]]] = deque()
         self.sampled: list[tuple[int, float]] = []  # of the step computed last
         self.in_vain = 0
+        self.preempted_in_flight = 0  # sequences whose sampled token was on its way when they lost their blocks
 
     def load_weights(self, weights: int, root_key: tuple[int, str]) -> None:
         self.weights = weights
@@ -116,6 +117,7 @@ class FakeEngine:
         todo = [s for s in [*scheduler.running, *scheduler.waiting] if s.num_ahead < s.max_tokens]
         chunks = scheduler.schedule()
         scheduler.check_invariants()
+        self.preempted_in_flight += sum(seq.num_pending for seq in scheduler.waiting)
         assert not chunks or todo, "a step without work"
         assert chunks or not todo or self.in_flight, "work without a step"
         if chunks:
