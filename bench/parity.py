@@ -58,7 +58,8 @@ class Recording(CudaOps):
 
     def sample(self, hidden, weight, temperatures, keys, positions):
         tokens, logprobs, digests = self.sample_with_digest(hidden, weight, temperatures, keys, positions)
-        for place, digest in zip(zip(keys.tolist(), positions.tolist(), strict=True), digests.tolist(), strict=True):
+        unsigned = [key % 2**64 for key in keys.tolist()]
+        for place, digest in zip(zip(unsigned, positions.tolist(), strict=True), digests.tolist(), strict=True):
             if self.digests.setdefault(place, digest) != digest:
                 self.changed.append(place)
         return tokens, logprobs

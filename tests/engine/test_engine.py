@@ -60,6 +60,8 @@ def expected(dtype):
         {"max_concurrent": 5, "chunk_tokens": 33, "block_order": "lifo"},
         {"block_order": "shuffled", "block_seed": 3, "kv_tokens": 320},
         {"prefix_cache": False, "kv_tokens": 320},
+        {"overlap": True},
+        {"overlap": True, "max_concurrent": 3, "chunk_tokens": 7, "kv_tokens": 320},
     ],
     ids=str,
 )
@@ -77,9 +79,10 @@ def test_the_workload_tells_requests_apart(expected):
     assert len({ids[0] for ids, _, _ in expected.values()}) > 4
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("order", ["fifo", "lifo", "shuffled"])
-def test_preemption_changes_no_bit(dtype, expected, order):
-    engine = make_engine(dtype, kv_tokens=160, block_order=order, block_seed=1)
+def test_preemption_changes_no_bit(dtype, expected, order, overlap):
+    engine = make_engine(dtype, kv_tokens=160, block_order=order, block_seed=1, overlap=overlap)
     engine.cache.fill(float("nan"))
     completions = engine.generate(workload())
     assert trajectories(completions) == expected
