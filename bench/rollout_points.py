@@ -139,8 +139,11 @@ def started(setup: Setup, work: Sequence[Workload], began: float) -> tuple[Engin
 
 
 def throughput(engine: Engine, work: Workload, repeats: int, chunk_tokens: int) -> Row:
-    """Whole `generate` calls, prompts included, after one with a few tokens for each sequence."""
-    vocab, seconds, stats = engine.model.config.vocab_size, [], EngineStats()
+    """Whole `generate` calls, prompts included, after one with a few tokens for each sequence. Graphs that it did not
+    need are captured in the first repeat, which the median of three leaves out; `graphs` counts them after each."""
+    vocab, stats = engine.model.config.vocab_size, EngineStats()
+    seconds: list[float] = []
+    graphs: list[int] = []
     engine.generate(work.requests(repeats, vocab, WARM_UP_TOKENS))
     for repeat in range(repeats):
         requests, engine.stats = work.requests(repeat, vocab), EngineStats()
@@ -148,6 +151,7 @@ def throughput(engine: Engine, work: Workload, repeats: int, chunk_tokens: int) 
         begin = time.perf_counter()
         completions = engine.generate(requests)
         seconds.append(time.perf_counter() - begin)
+        graphs.append(engine.runner.graphs.num_captured if engine.runner.graphs else 0)
         assert [len(c.token_ids) for c in completions] == list(work.new), "a response ended early"
         stats = engine.stats
     new = sum(work.new)
@@ -155,7 +159,7 @@ def throughput(engine: Engine, work: Workload, repeats: int, chunk_tokens: int) 
         "what": "throughput", "workload": work.name, "sequences": len(work.prompts),
         "prompt_tokens": sum(work.prompts), "new_tokens": new, "seconds": [round(s, 4) for s in seconds],
         "tokens_per_sec": round(new / statistics.median(seconds), 1), "steps": stats.steps,
-        "preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens, "chunk_tokens": chunk_tokens,
+        "graphs": graphs, "preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens, "chunk_tokens": chunk_tokens,
     }  # fmt: skip
 
 

@@ -35,7 +35,10 @@ def test_logprobs_are_close_to_the_exact_ones_and_not_the_same() -> None:
     exact, off = ops_of(), plain_ops(get_contract("exact-v1"))
     assert (exact.exact, off.exact) == (True, False)
     requests = requests_of([5, 64, 300, 700, 1500], 40)
-    completions = Engine(model_of(off, peak=1.0), kv_tokens=8192, chunk_tokens=256).generate(requests)
+    engine = Engine(model_of(off, peak=1.0), kv_tokens=8192, chunk_tokens=256)
+    completions = engine.generate(requests)
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.num_captured > 0
     ours = np.concatenate([c.logprobs for c in completions])
     samples = to_samples(requests, completions)
     for ops, same in ((exact, False), (off, False)):

@@ -22,7 +22,6 @@ from exactrl.ops.cuda.attention import (
     AttentionImplementation,
     AttentionRows,
     attention_implementations,
-    shape_of,
 )
 from exactrl.ops.cuda.binding import CudaOps, CudaRows
 from exactrl.ops.cuda.fa3_attention import HEAD_DIMS as FA3_HEAD_DIMS
@@ -30,6 +29,8 @@ from exactrl.ops.cuda.linear import linear_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from exactrl.ops.qkv import HeadShape
 
 FA3 = "flash_attn_interface"
 SPLIT = ("cuda-decode-tma", "cuda-decode", "triton-split")
@@ -48,18 +49,20 @@ class PlainOps(CudaOps):
     def paged_attention(
         self, q: torch.Tensor, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        if self._fa3_serves(q, pages[0]):
+        if self._fa3_serves(q.shape[1], pages[0].shape[2], q.shape[2]):
             return fa3_paged(q, *pages, rows.attention)
         return CudaOps.paged_attention(self, q, rows, pages)  # super() does not know a class with slots
 
     def packed_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: CudaRows) -> torch.Tensor:
-        if self._fa3_serves(q, k):
+        if self._fa3_serves(q.shape[1], k.shape[1], q.shape[2]):
             return fa3_packed(q, k, v, rows.attention)
         return CudaOps.packed_attention(self, q, k, v, rows)
 
-    def _fa3_serves(self, q: torch.Tensor, k: torch.Tensor) -> bool:
-        shape = shape_of(q, k)
-        return self.fa3 and shape.dim in FA3_HEAD_DIMS and shape.heads % shape.kv_heads == 0
+    def decodes_in_graphs(self, shape: HeadShape) -> bool:
+        return self._fa3_serves(shape.heads, shape.kv_heads, shape.dim) or CudaOps.decodes_in_graphs(self, shape)
+
+    def _fa3_serves(self, heads: int, kv_heads: int, dim: int) -> bool:
+        return self.fa3 and dim in FA3_HEAD_DIMS and heads % kv_heads == 0
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from exactrl.ops.cuda import linear
 from exactrl.ops.cuda.attention import AttentionChoice, AttentionRows, attention_implementations
 from exactrl.ops.cuda.binding import CudaOps, CudaRows
 from exactrl.ops.cuda.plain import PlainOps, our_attention
+from exactrl.ops.qkv import HeadShape
 from exactrl.parity.subject import to_samples
 from exactrl.train.trainer import Trainer
 from exactrl.types import Request, SamplingParams
@@ -188,6 +189,13 @@ def test_a_head_dimension_that_flash_attention_does_not_know_goes_to_our_kernels
     assert torch.equal(found, expected)
 
 
+def test_decode_steps_are_captured_wherever_attention_finds_its_work_on_the_device(fa3) -> None:
+    """The choice that both have here walks splits in order, which needs the host's lengths."""
+    known, unknown = HeadShape(4, 2, 64), HeadShape(4, 2, 16)
+    assert [ops(True).decodes_in_graphs(s) for s in (known, unknown)] == [True, False]
+    assert not ops(False).decodes_in_graphs(known)
+
+
 def test_our_kernels_are_taken_fastest_first() -> None:
     """Those with tensor maps before those without, compiled ones before Triton's; what does not serve is left out."""
     offered = attention_implementations()
@@ -229,7 +237,7 @@ def test_library_sums_are_as_torch_has_them_and_only_during_the_call(monkeypatch
 def test_what_is_not_overridden_is_the_exact_modes() -> None:
     """A method of CudaOps that reads linears or attention in a new way has to be thought of here."""
     own = {name for name in vars(PlainOps) if callable(getattr(PlainOps, name)) and not name.startswith("__")}
-    assert own == {"paged_attention", "packed_attention", "_fa3_serves"}
+    assert own == {"paged_attention", "packed_attention", "decodes_in_graphs", "_fa3_serves"}
     assert {f.name for f in fields(PlainOps)} - {f.name for f in fields(CudaOps)} == {"fa3"}
     assert not PlainOps.exact
     assert CudaOps.exact
