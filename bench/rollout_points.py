@@ -159,7 +159,8 @@ def throughput(engine: Engine, work: Workload, repeats: int, chunk_tokens: int) 
         "what": "throughput", "workload": work.name, "sequences": len(work.prompts),
         "prompt_tokens": sum(work.prompts), "new_tokens": new, "seconds": [round(s, 4) for s in seconds],
         "tokens_per_sec": round(new / statistics.median(seconds), 1), "steps": stats.steps,
-        "graphs": graphs, "preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens, "chunk_tokens": chunk_tokens,
+        "graphs": graphs, "preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens,
+        "chunk_tokens": chunk_tokens,
     }  # fmt: skip
 
 
