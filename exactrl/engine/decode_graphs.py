@@ -148,7 +148,7 @@ class DecodeGraphs:
         pages = host["tables"].shape[1]
         host["tables"][:n] = self._tables.tables[:n, :pages]
         host["sources"][n:], host["slots"][n:], host["lengths"][n:] = -1, -1, 0
-        host["ids"][n:] = host["positions"][n:] = 0
+        host["ids"][n:] = host["positions"][n:] = host["keys"][n:] = 0
 
     def _captured(self, rows: int, context: int) -> Captured:
         """Captured on rows that are all padding: it leaves the cache as it is, and so the results of the last step."""

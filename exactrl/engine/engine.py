@@ -20,7 +20,7 @@ from exactrl.engine.runner import Runner
 from exactrl.engine.scheduler import Chunk, Scheduler
 from exactrl.engine.sequence import Sequence as Generation
 from exactrl.errors import EnvironmentProblem, ModelError, NonFiniteError, RequestError
-from exactrl.model.attention_state import paged_state
+from exactrl.model.attention_state import CacheState, paged_state
 from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, load_weights
 from exactrl.ops.cpu.jit import require_denormals
@@ -29,7 +29,9 @@ from exactrl.types import Completion, EngineStats, Request
 if TYPE_CHECKING:
     from exactrl.ops.cuda.binding import CudaOps
 
-KV_SHARE_OF_MEMORY = 0.4  # of the memory free at start, where kv_tokens is 0
+KV_SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.85}
+"""Of the memory that is free at start, where kv_tokens is 0. A GPU's rest is for activations and graphs: while a
+trainer works on the same GPU the cache sleeps."""
 
 
 class Engine:
@@ -40,6 +42,7 @@ class Engine:
     chunk_tokens     tokens computed per step          }
     overlap          a step is prepared and launched while the one before is computed; default: on a GPU }
     cuda_graphs      on a GPU, decode steps are captured once and replayed                                } nor do these
+    reserve_bytes    memory that others will take while the engine generates (where kv_tokens is 0)
     max_model_tokens prompt + response limit; default: the model's own
     block_order      order of free KV blocks, and a seed for "shuffled" (parity checks)
     see              shown every op's output and may replace it (parity checks); "rows" are (arrival number, position)
@@ -59,6 +62,7 @@ class Engine:
         see: Probe | None = None,
         overlap: bool | None = None,
         cuda_graphs: bool = True,
+        reserve_bytes: int = 0,
     ) -> None:
         """Raises ConfigError for a limit that allows nothing, EnvironmentProblem where denormals are flushed."""
         if model.ops.device.type == "cpu":
@@ -66,7 +70,9 @@ class Engine:
         page = model.ops.page_size
         self.model, self.weight_version = model, 0
         limit = max_model_tokens or model.config.max_positions
-        num_blocks = -(-kv_tokens // page) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit)
+        num_blocks = (
+            -(-kv_tokens // page) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit, reserve_bytes)
+        )
         _require_memory(num_blocks * _block_bytes(model), kv_tokens, model.ops.device)
         self.allocator = BlockAllocator(
             num_blocks,
@@ -79,24 +85,50 @@ class Engine:
         self.scheduler = Scheduler(
             self.allocator, max_concurrent=max_concurrent, chunk_tokens=chunk_tokens, max_model_tokens=limit
         )
-        self.cache = paged_state(model.ops, model.config.num_layers, num_blocks, model.shape, model.dtype)
-        results, on_gpu = Results(max_concurrent, model.ops.device), model.ops.device.type == "cuda"
-        graphs = None
-        if on_gpu and cuda_graphs and cast("CudaOps", model.ops).decodes_in_graphs(model.shape):
-            graphs = DecodeGraphs(model, self.cache, results, limit)
-        self.runner = Runner(model, self.cache, results, see or unchanged, graphs)
+        on_gpu = model.ops.device.type == "cuda"
         self.overlap = on_gpu if overlap is None else overlap
+        self._graphs = on_gpu and cuda_graphs and cast("CudaOps", model.ops).decodes_in_graphs(model.shape)
         self._launched: deque[tuple[list[Chunk], Computed]] = deque()
+        self._see: Probe = see or unchanged
+        self._runner: Runner | None = None
         self._weights_whole = True
 
     @property
     def see(self) -> Probe:
         """The probe. Where there is one, steps run op by op and one after the other."""
-        return self.runner.see
+        return self._see
 
     @see.setter
     def see(self, value: Probe) -> None:
-        self.runner.see = value
+        self._see = self.runner.see = value
+
+    @property
+    def runner(self) -> Runner:
+        """Cache and graphs, made when they are first needed, after a `sleep` anew."""
+        if self._runner is None:
+            model, limit, blocks = self.model, self.scheduler.max_model_tokens, self.allocator.num_blocks
+            cache = paged_state(model.ops, model.config.num_layers, blocks, model.shape, model.dtype)
+            results = Results(self.scheduler.max_concurrent, model.ops.device)
+            graphs = DecodeGraphs(model, cache, results, limit) if self._graphs else None
+            self._runner = Runner(model, cache, results, self._see, graphs)
+        return self._runner
+
+    @property
+    def cache(self) -> CacheState:
+        return self.runner.cache
+
+    def sleep(self) -> None:
+        """On a GPU, gives back the memory of KV cache and graphs; what comes next takes it again. Forgets the prefix
+        cache. Raises RequestError while sequences are being generated."""
+        if self.model.ops.device.type == "cuda":
+            self._drop_runner()
+            torch.cuda.empty_cache()
+
+    def _drop_runner(self) -> None:
+        if self.scheduler.has_work:
+            raise RequestError("the engine cannot sleep while sequences are being generated")
+        self.allocator.reset(self._root())
+        self._runner = None
 
     @property
     def stats(self) -> EngineStats:
@@ -239,8 +271,9 @@ def _block_bytes(model: Qwen3) -> int:
     return model.ops.page_size * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
 
 
-def _blocks_that_fit(model: Qwen3, wanted_tokens: int) -> int:
-    fitting = int(_free_memory(model.ops.device) * KV_SHARE_OF_MEMORY) // _block_bytes(model)
+def _blocks_that_fit(model: Qwen3, wanted_tokens: int, reserve_bytes: int) -> int:
+    free = _free_memory(model.ops.device) - reserve_bytes
+    fitting = int(free * KV_SHARE_OF_MEMORY[model.ops.device.type]) // _block_bytes(model)
     return max(1, min(-(-wanted_tokens // model.ops.page_size), fitting))
 
 

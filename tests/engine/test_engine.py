@@ -365,3 +365,20 @@ def test_a_cache_larger_than_memory_is_refused_at_once():
 
     with pytest.raises(EnvironmentProblem, match="GiB"):
         Engine("tiny", kv_tokens=10**14)
+
+
+def test_a_cache_given_back_comes_back_and_changes_no_bit(dtype, expected):
+    """What `sleep` does on a GPU. On the CPU the cache stays."""
+    engine = make_engine(dtype)
+    first, cache = engine.generate(workload()), engine.cache
+    engine.sleep()
+    assert engine.cache is cache
+    engine._drop_runner()
+    assert engine.allocator.match_prefix(list(workload()[0].token_ids)) == []
+    assert trajectories(engine.generate(workload())) == trajectories(first) == expected
+    assert engine.cache is not cache
+    rest = engine.stream(workload())
+    next(rest)
+    with pytest.raises(RequestError, match="cannot sleep"):
+        engine._drop_runner()
+    rest.close()
