@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - before bench.parity imports Triton
+
 import json
 import os
 import sys
@@ -10,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("triton", reason="bench.parity imports the GPU kernels' modules")
 
 import bench.common
 from bench import rollout
