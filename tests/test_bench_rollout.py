@@ -6,6 +6,7 @@ from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - before ben
 
 import json
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,24 @@ def test_the_summary_is_made_of_the_rows() -> None:
 def test_a_process_that_fails_or_takes_too_long_says_so(program, expected) -> None:
     found = list(rollout.rows_of([sys.executable, "-c", program], dict(os.environ), 3))
     assert found == [{}, *({"what": "failure", "why": why} for why in expected)]
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    """Killed outright, a parent closes its end of the pipe and can do no more: nothing may stay on the GPU."""
+    program = "from bench.rollout_sglang import *; end_with_parent(); print('up', flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "up\n"
+    assert process.poll() is None
+    process.stdin.close()
+    try:
+        assert process.wait(10) == 1
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 def test_a_window_begins_when_every_sequence_decodes() -> None:
