@@ -89,8 +89,7 @@ def cuda_graphs(subject: Subject, tally: Tally) -> None:
     for what in ("captured", "replayed"):
         tally.trajectories(engine.generate(subject.requests), subject.baseline, what)
     assert engine.runner.graphs is not None
-    tally.require(engine.runner.graphs.num_captured > 1, "no graph was captured")
-    tally.notes.append(f"{engine.runner.graphs.num_captured} graphs")
+    tally.require(engine.runner.graphs.num_captured > 0, "no graph was captured")
 
 
 def threads(subject: Subject, tally: Tally) -> None:
