@@ -7,6 +7,7 @@ ours, off   tokens per second, true on-policy and not: prompt 256, response 1024
 nano        nano-vllm's workload: 256 prompts of 100 to 1024 tokens, responses of 100 to 1024, Qwen3-0.6B; on and off
 sync        Engine.load_weights from tensors on the device
 table       kernels of one decode step at 1, 32 and 256 sequences, context 768; off-table: with exactness off
+scheduler   the scheduler's share of a step at 1,024 sequences
 sglang      the workloads of `ours` in SGLang, default and rl_on_policy_target=fsdp (bench/rollout_sglang.py)
 
 Each part (each mode of a part) is a process of its own, so that none finds another's memory, flags or caches, and each
@@ -33,12 +34,24 @@ from typing import Any
 
 from bench.common import RESULTS, write_result
 from bench.parity import SHAPES, make_model_folder
-from bench.rollout_points import NANO, STANDARD, Row, Setup, Workload, floor_tokens_per_sec, measured
+from bench.rollout_points import (
+    MANY,
+    NANO,
+    STANDARD,
+    Row,
+    Setup,
+    Workload,
+    floor_tokens_per_sec,
+    scheduling,
+    started,
+    throughput,
+    weight_sync,
+)
 from bench.rollout_sglang import MODES, end_with_parent
-from bench.rollout_table import as_text
+from bench.rollout_table import as_text, kernel_table
 from exactrl.rl.environment import git_revision
 
-PARTS = ("ours", "off", "sync", "table", "off-table", "nano", "sglang")
+PARTS = ("ours", "off", "sync", "table", "off-table", "scheduler", "nano", "sglang")
 CONTEXT = 768
 
 
@@ -61,9 +74,26 @@ def work_of(job: str, arguments: argparse.Namespace) -> Sequence[Workload]:
     standard = [Workload.equal(*w) for w in arguments.workload] or STANDARD
     if "table" in job:  # the new tokens are an upper bound of what a table's windows take
         return [Workload.equal(len(w.prompts), arguments.context, 128) for w in standard]
+    if job == "scheduler":
+        return standard[:1] if arguments.workload else [MANY]
     if job.startswith("nano"):
         return [Workload.mixed(*arguments.nano) if arguments.nano else NANO]
     return standard
+
+
+def measured(part: str, setup: Setup, work: Sequence[Workload], repeats: int, began: float) -> Iterator[Row]:
+    """Rows of one part, as they come."""
+    engine, start = started(setup, work, began)
+    yield start
+    if part == "sync":
+        yield weight_sync(engine)
+    for w in work if part != "sync" else ():
+        if part == "table":
+            yield kernel_table(engine, len(w.prompts), w.prompts[0])
+        elif part == "scheduler":
+            yield scheduling(engine, w)
+        else:
+            yield throughput(engine, w, repeats, setup.chunk_tokens)
 
 
 def run_here(job: str, arguments: argparse.Namespace) -> None:
@@ -142,6 +172,7 @@ def summary_of(rows: Sequence[Row], floor: dict[str, float]) -> dict[str, Any]:
     starts = [r["seconds"]["first_token"] for r in rows if r["what"] == "start" and r["job"] == "ours"]
     found["start_seconds"] = statistics.median(starts) if starts else None
     found["sync_ms"] = next((r["median_ms"] for r in rows if r["what"] == "sync"), None)
+    found["scheduler_share"] = next((r["share"] for r in rows if r["what"] == "scheduler"), None)
     failed = [f"{r['job']}: {r['why']}" for r in rows if r["what"] == "failure"]
     return {k: v for k, v in {**found, "failed": failed}.items() if v not in (None, {}, [])}
 
@@ -170,7 +201,9 @@ def option(text: str) -> tuple[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--part", nargs="+", choices=PARTS, default=["ours", "off", "sync", "table", "nano"])
+    found.add_argument(
+        "--part", nargs="+", choices=PARTS, default=["ours", "off", "sync", "table", "scheduler", "nano"]
+    )
     found.add_argument("--shape", choices=SHAPES, default="4B", help="random weights of this shape (nano: 0.6B)")
     found.add_argument("--model", type=Path, help="a model folder instead")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

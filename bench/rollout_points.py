@@ -6,7 +6,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Workload:
 
 
 STANDARD = (Workload.equal(256, 256, 1024), Workload.equal(32, 256, 1024), Workload.equal(1, 256, 512))
+MANY = Workload.equal(1024, 64, 256)
 NANO = Workload.mixed(256, 100, 1024)
 
 
@@ -182,16 +183,35 @@ def weight_sync(engine: Engine) -> Row:
     }  # fmt: skip
 
 
-def measured(part: str, setup: Setup, work: Sequence[Workload], repeats: int, began: float) -> Iterator[Row]:
-    """Rows of one part, as they come."""
-    from bench.rollout_table import kernel_table
+class Clock:
+    """A function that adds up the seconds spent in it."""
 
-    engine, start = started(setup, work, began)
-    yield start
-    if part == "sync":
-        yield weight_sync(engine)
-    for w in work if part != "sync" else ():
-        if part == "table":
-            yield kernel_table(engine, len(w.prompts), w.prompts[0])
-        else:
-            yield throughput(engine, w, repeats, setup.chunk_tokens)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds = function, 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self.function(*arguments)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+def scheduling(engine: Engine, work: Workload) -> Row:
+    """What of a step is spent on deciding what it computes and on booking what it sampled, on the host."""
+    vocab, scheduler = engine.model.config.vocab_size, engine.scheduler
+    engine.generate(work.requests(1, vocab, WARM_UP_TOKENS))
+    clocks = {name: Clock(getattr(scheduler, name)) for name in ("schedule", "update")}
+    for name, clock in clocks.items():
+        setattr(scheduler, name, clock)
+    engine.stats = EngineStats()
+    begin = time.perf_counter()
+    engine.generate(work.requests(0, vocab))
+    seconds, steps = time.perf_counter() - begin, engine.stats.steps
+    for name in clocks:
+        delattr(scheduler, name)
+    return {
+        "what": "scheduler", "sequences": len(work.prompts), "steps": steps, "step_us": round(seconds / steps * 1e6, 1),
+        **{f"{name}_us": round(clock.seconds / steps * 1e6, 1) for name, clock in clocks.items()},
+        "share": round(sum(clock.seconds for clock in clocks.values()) / seconds, 4),
+    }  # fmt: skip

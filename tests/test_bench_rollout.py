@@ -80,6 +80,7 @@ def test_the_summary_is_made_of_the_rows() -> None:
             {"job": "ours", "what": "start", "seconds": {"first_token": 3.5}},
             {"job": "sync", "what": "start", "seconds": {"first_token": 99}},
             {"job": "sync", "what": "sync", "median_ms": 20.5},
+            {"job": "scheduler", "what": "scheduler", "share": 0.03},
             {"job": "sglang on-policy", "what": "failure", "why": "exit code 1"},
         ],
         {"256": 200.0, "32": 100.0},
@@ -89,6 +90,7 @@ def test_the_summary_is_made_of_the_rows() -> None:
     assert found["of_floor"] == {"256": 0.5, "32": 0.5}
     assert (found["over_sglang_default"], found["off_over_sglang_default"]) == ({"256": 1.25}, {"256": 1.2625})
     assert (found["start_seconds"], found["sync_ms"], found["nano_on_tokens_per_sec"]) == (3.5, 20.5, 9.0)
+    assert found["scheduler_share"] == 0.03
     assert found["failed"] == ["sglang on-policy: exit code 1"]
     assert not {"sglang_on_policy", "nano_off_tokens_per_sec"} & set(found), "what was not measured is absent"
     assert set(rollout.summary_of([], {"1": 1.0})) == {"floor"}
@@ -177,10 +179,11 @@ def test_a_whole_run_of_tiny_shape(tmp_path, monkeypatch, capsys) -> None:
     kernels = {r["job"]: r.get("kernels") for r in result["rows"] if r["what"] == "start"}
     assert (kernels["ours"], kernels["off"]) == ("exact-v1 numba kernels", "plain torch")
 
-    monkeypatch.setattr(sys, "argv", [*common, "--part", "sync", "--add"])
+    monkeypatch.setattr(sys, "argv", [*common, "--part", "sync", "scheduler", "--add"])
     rollout.main()
     again = json.loads(path.read_text())
     assert again["summary"]["sync_ms"] > 0
+    assert 0 < again["summary"]["scheduler_share"] < 1
     assert again["rows"][: len(result["rows"])] == result["rows"]
     assert "sync" in capsys.readouterr().out
 
