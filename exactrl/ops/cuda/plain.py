@@ -1,9 +1,9 @@
 """The ops of a run on a GPU with exactness off: the fastest kernels, whose bits may depend on the batch.
 
 Linears are cuBLAS as it comes (linear.linear_plain). Attention is Flash Attention 3 with automatic splits where it is
-installed and knows the head dimension, its own gradient included; elsewhere our kernels. Norms, rotary embedding,
-SwiGLU, log-probabilities, sampling and embedding are the kernels that exactness uses, too. What exactness costs is
-measured against this.
+installed and knows the head dimension, elsewhere our kernels; its gradient is PyTorch's flash kernel with atomics.
+Norms, rotary embedding, SwiGLU, log-probabilities, sampling and embedding are the kernels that exactness uses, too.
+What exactness costs is measured against this.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from exactrl.ops.cuda.attention import (
     AttentionRows,
     attention_implementations,
 )
+from exactrl.ops.cuda.attention_backward import packed_backward
 from exactrl.ops.cuda.binding import CudaOps, CudaRows
 from exactrl.ops.cuda.fa3_attention import HEAD_DIMS as FA3_HEAD_DIMS
 from exactrl.ops.cuda.linear import linear_plain
@@ -106,13 +107,30 @@ def _schedule(q: torch.Tensor, k: torch.Tensor, rows: AttentionRows) -> Schedule
     return rows.plans[key]
 
 
-def fa3_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: AttentionRows) -> torch.Tensor:
-    """Whole sequences side by side: q [T, H, D], k, v [T, HK, D] -> [T, H, D]. Differentiable; the gradient is added up
-    with atomics."""
-    import flash_attn_interface as fa3
+class _Fa3Packed(torch.autograd.Function):
+    """The package that FA3 comes in (tokenspeed-fa3) is built without FA3's own gradient."""
 
-    most = int(rows.counts.max())
-    return fa3.flash_attn_varlen_func(q, k, v, rows.starts, rows.starts, most, most, causal=True)
+    @staticmethod
+    def forward(ctx, q, k, v, rows):
+        import flash_attn_interface as fa3
+
+        most = int(rows.counts.max())
+        out, lse = fa3.flash_attn_varlen_func(
+            q, k, v, rows.starts, rows.starts, most, most, causal=True, return_attn_probs=True
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rows = rows
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        return *packed_backward(d_out, q, k, v, out, lse, ctx.rows, deterministic=False), None
+
+
+def fa3_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: AttentionRows) -> torch.Tensor:
+    """Whole sequences side by side: q [T, H, D], k, v [T, HK, D] -> [T, H, D]. Differentiable."""
+    return _Fa3Packed.apply(q.contiguous(), k.contiguous(), v.contiguous(), rows)
 
 
 def our_attention(shape: AttentionShape, offered: Mapping[str, AttentionImplementation]) -> AttentionChoice:

@@ -26,7 +26,7 @@ from exactrl.launch.device import make_ops
 from exactrl.model.config import find_model, read_config
 from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import load_weights, random_weights
-from exactrl.ops.cuda import linear
+from exactrl.ops.cuda import linear, plain
 from exactrl.ops.cuda.attention import AttentionChoice, AttentionRows, attention_implementations
 from exactrl.ops.cuda.binding import CudaOps, CudaRows
 from exactrl.ops.cuda.plain import PlainOps, our_attention
@@ -76,11 +76,19 @@ class Fa3:
             outs.append(self._attend(x, *(c[pages].flatten(0, 1)[:n] for c in (k, v))))
         return torch.stack(outs) if cu_seqlens_q is None else torch.cat(outs)
 
-    def flash_attn_varlen_func(self, q, k, v, starts_q, starts_k, most_q, most_k, *, causal):
+    def flash_attn_varlen_func(self, q, k, v, starts_q, starts_k, most_q, most_k, *, causal, return_attn_probs):
         assert causal
+        assert return_attn_probs
         assert most_q == most_k == int(starts_q.diff().max())
-        cut = pairwise(starts_q)
-        return torch.cat([self._attend(q[a:b], k[a:b], v[a:b]) for a, b in cut])
+        cut = [slice(a, b) for a, b in pairwise(starts_q.tolist())]
+        lse = torch.cat([self._lse(q[c], k[c]) for c in cut], 1)
+        return torch.cat([self._attend(q[c], k[c], v[c]) for c in cut]), lse
+
+    def _lse(self, q, k):
+        """float32 [H, T], natural logarithm."""
+        keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("thd,shd->hts", q.float(), keys) * q.shape[2] ** -0.5
+        return scores.masked_fill(~torch.ones(len(q), len(k), dtype=torch.bool).tril(), -torch.inf).logsumexp(2)
 
     def _attend(self, q, k, v):
         """Causal at the lower right corner."""
@@ -139,11 +147,26 @@ def test_the_schedule_is_made_once_a_step_and_again_where_it_was(fa3) -> None:
     assert plan.metadata.data_ptr() == place, "a captured graph reads the old place"
 
 
-def test_packed_sequences(fa3) -> None:
+def test_packed_sequences_and_what_their_gradient_is_made_of(fa3, monkeypatch) -> None:
     data = draw(list(LENGTHS), 4, 2, DIM, PAGE, 1.0, 0, "cpu", torch.float16)
-    rows = rows_of(data.packed())
+    rows, expected_lse = rows_of(data.packed()), torch.empty(4, len(data.q))
+    REFERENCE.attend(data.q, data.k, data.v, rows.attention, torch.empty_like(data.q), expected_lse, np.arange(3))
     expected = ops(False).packed_attention(data.q, data.k, data.v, rows)
-    assert close(ops(True).packed_attention(data.q, data.k, data.v, rows), expected)
+
+    def backward(d_out, q, k, v, out, lse, given_rows, *, deterministic):
+        assert (given_rows, deterministic) == (rows.attention, False)
+        assert all(torch.equal(a, b) for a, b in zip((q, k, v), (data.q, data.k, data.v), strict=True))
+        assert close(out, expected)
+        assert close(lse, expected_lse)
+        return d_out, k * 2, v * 3
+
+    monkeypatch.setattr(plain, "packed_backward", backward)
+    inputs = [x.clone().requires_grad_() for x in (data.q, data.k, data.v)]
+    found = ops(True).packed_attention(*inputs, rows)
+    assert close(found, expected)
+    found.backward(data.q)
+    for x, gradient in zip(inputs, (data.q, data.k * 2, data.v * 3), strict=True):
+        assert torch.equal(x.grad, gradient)
 
 
 CONFIG = replace(
