@@ -84,7 +84,8 @@ def swiglu_backward(x, dy):
 def uniforms(keys, positions, count: int):
     """u [R, count], count a multiple of 4: Philox4x32-10 in 64-bit integers, words of 32 bits."""
     low = 0xFFFFFFFF
-    words = torch.arange(count // 4, device=keys.device)[None, :].expand(len(keys), -1)
+    # & 0: torch.compile multiplies what it knows to be an index in 32 bits, and then refuses Philox's constants
+    words = torch.arange(count // 4, device=keys.device)[None, :] + (keys & 0)[:, None]
     a, b = words, positions[:, None].expand_as(words)
     c = d = torch.zeros_like(words)
     k0, k1 = (keys & low)[:, None], ((keys >> 32) & low)[:, None]

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():  # before kernels are imported, which tests/op
     pytest.skip("needs an H100 or H200", allow_module_level=True)
 pytest.importorskip("triton")
 from exactrl.ops.cuda import embedding, norm, qkv, swiglu, triton_norm, triton_qkv
+from exactrl.ops.cuda.triton_rows import column_sums
 
 EPS = 1e-6
 BF16 = torch.bfloat16
@@ -33,6 +34,15 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def cuda(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.cuda() for t in tensors)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 63, 64, 65, 511, 512, 513, 4096, 8192])
+@pytest.mark.parametrize("columns", [128, 2560, 70])
+def test_columns_are_added_by_the_tree(rows: int, columns: int) -> None:
+    """Sums of -0, too: they show which zeros have been added."""
+    parts = normal(rows, columns, seed=1, dtype=torch.float32)
+    parts[:, ::3] = -0.0
+    assert same(column_sums(parts.cuda()), definition.column_sums(parts))
 
 
 @pytest.mark.parametrize("n", HIDDEN)
@@ -64,11 +74,40 @@ def test_norms_of_extreme_rows(scale: float) -> None:
 def test_warps_decide_no_bit_of_a_norm(n: int, warps: int, monkeypatch) -> None:
     h, x, w = cuda(normal(50, n, seed=1, scale=3), normal(50, n, seed=2), normal(n, seed=3))
     expected = norm.add_rms_norm(h, x, w, EPS)
-    back = triton_norm.backward(expected[0], w, x, h, EPS, BF16, True)
     monkeypatch.setattr(triton_norm, "warps_for", lambda elements: warps)
     assert all(same(a, b) for a, b in zip(norm.add_rms_norm(h, x, w, EPS), expected, strict=True))
-    again = triton_norm.backward(expected[0], w, x, h, EPS, BF16, True)
-    assert all(same(a, b) for a, b in zip(again, back, strict=True))
+
+
+@pytest.mark.parametrize("n", [1000, 1024, 2560])
+def test_many_rows_have_the_bits_of_one(n: int) -> None:
+    """Other kernels take them."""
+    h, w = cuda(normal(5000, n, seed=1, scale=3), normal(n, seed=3))
+    y = norm.rms_norm(h, w, EPS)
+    for row in (0, 1, 791, 792, 4999):
+        assert same(norm.rms_norm(h[row : row + 1], w, EPS), y[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("n", "chunks"),
+    [
+        (1024, (512, 1, 3, 2)),
+        (600, (512, 2, 2, 4)),
+        (2560, (1024, 1, 2, 8)),
+        (5120, (512, 1, 1, 8)),
+        (64, (64, 1, 1, 1)),
+    ],
+)
+def test_chunks_decide_no_bit_of_the_norm_s_gradient(n: int, chunks, monkeypatch) -> None:
+    h, w, dy, extra = (normal(*s, seed=i, scale=3) for i, s in enumerate([(75, n), (n,), (75, n), (75, n)]))
+    h[7], dy[9, ::2], dy[70] = 0, -0.0, 0
+    expected = definition.norm_backward(h, w, dy, extra, EPS)
+    for chosen in (None, chunks):
+        if chosen:
+            monkeypatch.setattr(triton_norm, "_chunks", lambda padded, chosen=chosen: chosen)
+        dh, _, parts = triton_norm.backward(*cuda(h, w, dy, extra), EPS, BF16, True)
+        assert same(dh, expected[0])
+        assert parts is not None
+        assert same(column_sums(parts), expected[1])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -95,13 +134,37 @@ def test_qkv_has_the_bits_of_the_definition_in_and_out_of_the_cache(tokens: int,
                 assert flat.isnan().all((1, 2)).sum() == 320 - (tokens - 1)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
+def test_many_tokens_have_the_bits_of_one(shape: HeadShape) -> None:
+    """Programs take several."""
+    tokens = 1027
+    x = normal(tokens, (shape.heads + 2 * shape.kv_heads) * shape.dim, seed=1, scale=3).cuda()
+    wq, wk = cuda(normal(shape.dim, seed=2), normal(shape.dim, seed=3))
+    rope = RopeTable(*cuda(*(getattr(RopeTable.build(1e6, shape.dim, tokens), name) for name in ("cos", "sin"))))
+    positions = torch.arange(tokens).cuda()
+    together = qkv.qkv(x, wq, wk, rope, positions, shape, EPS)
+    caches = [torch.full((33, 32, shape.kv_heads, shape.dim), float("nan"), dtype=BF16, device="cuda") for _ in "kv"]
+    slots = torch.randperm(33 * 32).cuda()[:tokens]
+    slots[5::100] = -1
+    assert same(qkv.qkv_into_cache(x, wq, wk, rope, positions, shape, EPS, *caches, slots), together[0])
+    for cache, rows in zip(caches, together[1:], strict=True):
+        assert same(cache.flatten(0, 1)[slots[slots >= 0]], rows[slots >= 0])
+        assert int(cache.flatten(0, 1).isnan().all(2).all(1).sum()) == 33 * 32 - int((slots >= 0).sum())
+    for token in (0, 1, 3, 1023, 1024, 1026):
+        cut = slice(token, token + 1)
+        alone = qkv.qkv(x[cut], wq, wk, rope, positions[cut], shape, EPS)
+        assert all(same(a, b[cut]) for a, b in zip(alone, together, strict=True))
+
+
 @pytest.mark.parametrize("width", [64, 3072, 9728])
 def test_swiglu_is_correct_and_row_by_row(width: int) -> None:
     x = normal(257, 2 * width, seed=1, scale=6).cuda()
     y, right = swiglu.swiglu(x), swiglu.swiglu_reference(x.double())
     assert (y - right).norm() / right.norm() < 4e-3
+    many = swiglu.swiglu(x.repeat(16, 1))  # with other programs
     for row in (0, 1, 100, 256):
         assert same(swiglu.swiglu(x[row : row + 1]), y[row : row + 1])
+        assert same(many[row + 257 * 15 : row + 257 * 15 + 1], y[row : row + 1])
     wide = swiglu.swiglu(x.float())
     assert (wide - right).norm() / right.norm() < 2e-6
     assert same(wide.to(BF16), y)
@@ -144,8 +207,6 @@ def test_the_norm_backward_has_the_bits_of_its_definition(rows: int) -> None:
     dh, _, parts = triton_norm.backward(*cuda(h, w, dy, extra), EPS, BF16, True)
     expected_dh, expected_dw = definition.norm_backward(h, w, dy, extra, EPS)
     assert same(dh, expected_dh)
-    from exactrl.ops.cuda.triton_rows import column_sums
-
     assert parts is not None
     assert same(column_sums(parts), expected_dw)
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EXACT
+from exactrl.ops.cuda.triton_early import EARLY, wait
 
 BLOCK = 512
 
@@ -14,6 +14,7 @@ BLOCK = 512
 @triton.jit
 def embedding_backward_kernel(dy, sorted_ids, order, stops, grad, N, BLOCK: tl.constexpr):
     """The program of the first token of an id adds them all; the programs of the others have nothing to do."""
+    wait()
     at, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     row = tl.load(sorted_ids + at)
@@ -32,6 +33,6 @@ def backward(dy: torch.Tensor, ids: torch.Tensor, vocabulary: int) -> torch.Tens
     sorted_ids, order = torch.sort(ids, stable=True)
     stops = torch.searchsorted(sorted_ids, sorted_ids, right=True)
     embedding_backward_kernel[(tokens, triton.cdiv(n, BLOCK))](
-        dy, sorted_ids, order, stops, grad, n, BLOCK, num_warps=4, **EXACT
+        dy, sorted_ids, order, stops, grad, n, BLOCK, num_warps=4, **EARLY
     )
     return grad

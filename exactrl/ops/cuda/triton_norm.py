@@ -1,57 +1,131 @@
 """RMSNorm and add + RMSNorm in Triton; definition in norm.py. Legend: T rows, N row length, P next power of two."""
 
+# tuples grow while a kernel is compiled
+# mypy: disable-error-code="assignment, var-annotated, misc"
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EXACT
-from exactrl.ops.cuda.triton_rows import JOB, LONGEST_ROW, inverse_rms, row_stride, row_tree, warps_for
+from exactrl.ops.cuda.triton_early import EARLY, wait
+from exactrl.ops.cuda.triton_rows import JOB, LONGEST_ROW, chunked_tree, inverse_rms, row_stride, row_tree, warps_for
+
+STAGES = 3  # rows whose loads are under way where one program takes several
+MANY, PROGRAMS = 2048, 792  # as many rows of a short row's norm, and programs that take them: six for each of 132 SMs
+SHORT = 1024
 
 
 @triton.jit
 def rms_norm_kernel(h, x, w, h_out, y, stride_h, stride_x, eps, N: tl.constexpr, P: tl.constexpr):
     """One row. With x (else None): h_out = h + x is stored, and its rounded value normalised."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, P)
+    wait()
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, P)[None, :]
     inside = i < N
     v = tl.load(h + row * stride_h + i, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(w + i, mask=inside, other=0.0)  # with the row: one wait for memory
     if x is not None:
         v = v + tl.load(x + row * stride_x + i, mask=inside, other=0.0).to(tl.float32)
         rounded = v.to(h_out.dtype.element_ty)
         tl.store(h_out + row * N + i, rounded, mask=inside)
         v = rounded.to(tl.float32)
-    r = inverse_rms(row_tree((v * v)[None, :]), eps, N)
-    scaled = (v[None, :] * r[:, None]).reshape([P]) * tl.load(w + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * N + i, scaled.to(y.dtype.element_ty), mask=inside)
+    r = inverse_rms(row_tree(v * v), eps, N)[:, None]
+    tl.store(y + row * N + i, ((v * r) * weight.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def rms_norm_rows_kernel(h, w, y, T, stride_h, eps, N: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr):
+    """rms_norm_kernel without x for many short rows: programs take row after row, the next ones' loads under way."""
+    wait()
+    i = tl.max_contiguous(tl.arange(0, P), 8)[None, :]
+    inside = i < N
+    weight = tl.load(w + i, mask=inside, other=0.0)
+    for row in tl.range(tl.program_id(0).to(tl.int64), T, tl.num_programs(0), num_stages=STAGES):
+        v = tl.load(h + row * stride_h + i, mask=inside, other=0.0).to(tl.float32)
+        r = inverse_rms(row_tree(v * v), eps, N)[:, None]
+        tl.store(y + row * N + i, ((v * r) * weight.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load(x, there, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows as a tuple of fp32 chunks [rows, WIDTH]; x [rows, 1] pointers, 0 for rows that are not there."""
+    chunks = ()
+    for c in tl.static_range((N + WIDTH - 1) // WIDTH):
+        i = c * WIDTH + tl.arange(0, WIDTH)[None, :]
+        mask = there if (c + 1) * WIDTH <= N else there & (i < N)
+        chunks += (tl.load(x + i, mask=mask, other=0.0).to(tl.float32),)
+    return chunks
+
+
+@triton.jit
+def _store(y, chunks, there, N: tl.constexpr, WIDTH: tl.constexpr):
+    for c in tl.static_range(len(chunks)):
+        i = c * WIDTH + tl.arange(0, WIDTH)[None, :]
+        mask = there if (c + 1) * WIDTH <= N else there & (i < N)
+        tl.store(y + i, chunks[c].to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _products(a, b):
+    products = ()
+    for c in tl.static_range(len(a)):
+        products += (a[c] * b[c],)
+    return products
+
+
+@triton.jit
+def _rows_added(total, terms):
+    """total [1, WIDTH] plus rows of terms [1 or 2, WIDTH], ascending."""
+    if terms.shape[0] == 1:
+        return total + terms
+    else:
+        first, second = tl.split(terms.permute(1, 0))
+        return (total + first[None, :]) + second[None, :]
 
 
 @triton.jit(do_not_specialize=["T"])
 def rms_norm_backward_kernel(
-    h, w, dy, extra, dh, dx, parts, T, stride_h, eps, N: tl.constexpr, P: tl.constexpr, JOB: tl.constexpr
-):
-    """JOB rows, ascending; parts fp32 [jobs, N] or None. dx: dh once more in x's dtype, or None."""
-    job, i = tl.program_id(0).to(tl.int64), tl.arange(0, P)
-    inside = i < N
-    weight = tl.load(w + i, mask=inside, other=0.0).to(tl.float32)[None, :]
-    dw = tl.zeros((1, P), tl.float32)
-    for row in range(job * JOB, tl.minimum(job * JOB + JOB, T)):
-        v = tl.load(h + row * stride_h + i, mask=inside, other=0.0).to(tl.float32)[None, :]
-        g = tl.load(dy + row * N + i, mask=inside, other=0.0).to(tl.float32)[None, :]
-        r = inverse_rms(row_tree(v * v), eps, N)[:, None]
-        unit = v * r
-        dw = dw + g * unit
-        g = g * weight
-        mean = tl.div_rn(row_tree(g * unit), tl.full((1,), N, tl.float32))[:, None]
-        d = (r * (g - unit * mean)).reshape([P])
+    h, w, dy, extra, dh, dx, parts, T, stride_h, eps,
+    N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, JOB: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """JOB rows, ascending, ROWS at a time; parts fp32 [jobs, N] or None. dx: dh once more in x's dtype, or None."""
+    wait()
+    job = tl.program_id(0).to(tl.int64)
+    every = tl.full((1, 1), 1, tl.int1)
+    weight = _load(w, every, N, WIDTH)
+    dw = ()
+    for _ in tl.static_range(len(weight)):
+        dw += (tl.zeros((1, WIDTH), tl.float32),)
+    for first in tl.range(job * JOB, tl.minimum(job * JOB + JOB, T), ROWS, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)[:, None]
+        there = row < T
+        v, g = _load(h + row * stride_h, there, N, WIDTH), _load(dy + row * N, there, N, WIDTH)
+        r = inverse_rms(chunked_tree(_products(v, v), P), eps, N)[:, None]
+        r = tl.where(there, r, 0.0)  # with eps 0 it is infinite for a row of zeros
+        unit, total, weighted = (), (), _products(g, weight)
+        for c in tl.static_range(len(weight)):
+            unit += (v[c] * r,)
+            total += (_rows_added(dw[c], g[c] * unit[c]),)
+        dw = total
+        mean = chunked_tree(_products(weighted, unit), P)
+        mean = tl.div_rn(mean, tl.full((ROWS,), N, tl.float32))[:, None]
+        d = ()
+        for c in tl.static_range(len(weight)):
+            d += (r * (weighted[c] - unit[c] * mean),)
         if extra is not None:
-            d = d + tl.load(extra + row * N + i, mask=inside, other=0.0).to(tl.float32)
-        rounded = d.to(dh.dtype.element_ty)
-        tl.store(dh + row * N + i, rounded, mask=inside)
+            more, found = _load(extra + row * N, there, N, WIDTH), ()
+            for c in tl.static_range(len(weight)):
+                found += (d[c] + more[c],)
+            d = found
+        _store(dh + row * N, d, there, N, WIDTH)
         if dx is not None:
-            tl.store(dx + row * N + i, rounded.to(dx.dtype.element_ty), mask=inside)
+            for c in tl.static_range(len(weight)):
+                i = c * WIDTH + tl.arange(0, WIDTH)[None, :]
+                rounded = d[c].to(dh.dtype.element_ty).to(dx.dtype.element_ty)
+                tl.store(dx + row * N + i, rounded, mask=there & (i < N))
     if parts is not None:
-        tl.store(parts + job * N + i, dw.reshape([P]), mask=inside)
+        _store(parts + job * N, dw, every, N, WIDTH)
 
 
 def _padded(n: int) -> int:
@@ -59,10 +133,12 @@ def _padded(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
-def _warps(p: int) -> int:
-    """Decides time, never bits. 4 for 4096: a thread then holds elements 1024 apart, and a step of the tree that adds
-    them asks no other warp (backward of 8192 rows of 2560 on an H200: 117 us, with 8 warps 196 us)."""
-    return warps_for(p if p <= 2048 else p // 2)
+def _chunks(padded: int) -> tuple[int, int, int, int]:
+    """(width of chunks, rows at a time, stages, warps) of the backward; decides time, never bits. Two short rows hide
+    each other's waits; two long ones do not fit into the registers, nor many stages into shared memory."""
+    if padded <= SHORT:
+        return padded, 2, STAGES, 4
+    return (512, 1, STAGES, 4) if padded <= 4096 else (1024, 1, 2 if padded <= 8192 else 1, 8)
 
 
 def forward(
@@ -76,8 +152,11 @@ def forward(
     h_out = None if x is None else torch.empty(rows, n, dtype=h.dtype, device=h.device)
     y = torch.empty(rows, n, dtype=w.dtype, device=h.device)
     row_stride(w)
+    if x is None and n <= SHORT and rows >= MANY:
+        rms_norm_rows_kernel[(PROGRAMS,)](h, w, y, rows, row_stride(h), eps, n, p, STAGES, num_warps=4, **EARLY)
+        return None, y
     rms_norm_kernel[(rows,)](
-        h, x, w, h_out, y, row_stride(h), 0 if x is None else row_stride(x), eps, n, p, num_warps=_warps(p), **EXACT
+        h, x, w, h_out, y, row_stride(h), 0 if x is None else row_stride(x), eps, n, p, num_warps=warps_for(p), **EARLY
     )
     return h_out, y
 
@@ -97,7 +176,9 @@ def backward(
     dh = torch.empty(rows, n, dtype=h.dtype, device=h.device)
     dx = None if x_dtype == h.dtype else torch.empty(rows, n, dtype=x_dtype, device=h.device)
     parts = torch.empty(jobs, n, dtype=torch.float32, device=h.device) if with_weight else None
+    width, at_once, stages, warps = _chunks(p)
     rms_norm_backward_kernel[(jobs,)](
-        h, w, dy, extra, dh, dx, parts, rows, row_stride(h), eps, n, p, JOB, num_warps=_warps(p), **EXACT
-    )
+        h, w, dy, extra, dh, dx, parts, rows, row_stride(h), eps, n, p, width, at_once, JOB, stages, num_warps=warps,
+        **EARLY,
+    )  # fmt: skip
     return dh, dh if dx is None else dx, parts

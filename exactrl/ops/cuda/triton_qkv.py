@@ -1,7 +1,7 @@
 """QK-norm, rotary embedding and the write of keys and values in Triton; definition in qkv.py.
 
 Legend: T tokens, H query heads, HK key heads, D head dimension, J jobs of 32 tokens. One program takes HEADS heads of
-one token (backward: of one job), all of q, of k or of v. A head is held as its halves a, b, which rotation pairs.
+a few tokens (backward: of one job), all of q, of k or of v. A head is held as its halves a, b, which rotation pairs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops.cuda.triton_exact import EXACT
+from exactrl.ops.cuda.triton_early import EARLY, wait
 from exactrl.ops.cuda.triton_rows import JOB, inverse_rms, row_stride, row_tree, warps_for
 
 if TYPE_CHECKING:
     from exactrl.ops.qkv import HeadShape, RopeTable
 
 HEADS = 8
+STAGES = 1  # tokens whose loads are under way in the backward
+MANY, TOKENS = 1024, 4  # from so many tokens on a program of the forward takes so many; changes no bit
 SIZES = ["POSITIONS", "T"]
 
 
@@ -39,20 +41,22 @@ def _store_halves(y, first, a, b, COUNT: tl.constexpr, D: tl.constexpr, HEADS: t
 
 
 @triton.jit
-def _angles(cos, sin, position, POSITIONS, D: tl.constexpr):
-    """[1, D / 2] each; NaN for a position outside the table, so that it cannot pass unseen."""
-    i = tl.arange(0, D // 2)
+def _angles(cos, sin, position, POSITIONS, D: tl.constexpr, HEADS: tl.constexpr):
+    """[HEADS, D / 2] each, equal rows: read where they are used, they need no exchange between threads. NaN for a
+    position outside the table, so that it cannot pass unseen."""
+    i = tl.arange(0, HEADS)[:, None] * 0 + tl.arange(0, D // 2)[None, :]
     here = position + tl.zeros_like(i)  # as a tensor: the interpreter has a number here
     known = (here >= 0) & (here < POSITIONS)
     at = position * (D // 2) + i
     c = tl.load(cos + at, mask=known, other=float("nan"))
-    return c[None, :], tl.load(sin + at, mask=known, other=float("nan"))[None, :]
+    return c, tl.load(sin + at, mask=known, other=float("nan"))
 
 
 @triton.jit
-def _weights(w, D: tl.constexpr):
-    i = tl.arange(0, D // 2)
-    return tl.load(w + i).to(tl.float32)[None, :], tl.load(w + D // 2 + i).to(tl.float32)[None, :]
+def _weights(w, D: tl.constexpr, HEADS: tl.constexpr):
+    """fp32 [HEADS, D / 2] twice, equal rows."""
+    i = tl.arange(0, HEADS)[:, None] * 0 + tl.arange(0, D // 2)[None, :]
+    return tl.load(w + i).to(tl.float32), tl.load(w + D // 2 + i).to(tl.float32)
 
 
 @triton.jit
@@ -63,10 +67,12 @@ def _head_tree(a, b):
 
 @triton.jit
 def _normed_rotated(
-    x, first, w, c, s, y, eps, written, COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr
+    x, first, wa, wb, cos, sin, position, POSITIONS, y, eps, written,
+    COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    """The angles are asked for last: only they wait for the position."""
     a, b = _halves(x, first, COUNT, D, HEADS)
-    wa, wb = _weights(w, D)
+    c, s = _angles(cos, sin, position, POSITIONS, D, HEADS)
     r = inverse_rms(_head_tree(a * a, b * b), eps, D)[:, None]
     a = ((a * r) * wa).to(y.dtype.element_ty).to(tl.float32)
     b = ((b * r) * wb).to(y.dtype.element_ty).to(tl.float32)
@@ -74,44 +80,60 @@ def _normed_rotated(
         _store_halves(y, first, a * c - b * s, b * c + a * s, COUNT, D, HEADS)
 
 
+@triton.jit
+def _slot(slots, token):
+    if slots is None:
+        return token
+    else:
+        return tl.load(slots + token).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def qkv_kernel(
-    qkv, wq, wk, cos, sin, positions, slots, q, k, v, POSITIONS, stride, stride_k, stride_v, eps,
-    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    qkv, wq, wk, cos, sin, positions, slots, q, k, v, POSITIONS, T, stride, stride_k, stride_v, eps,
+    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One token; q [T, H, D]. k and v: row slots[token] of the cache, nothing where that is negative; without slots
+    """TOKENS tokens; q [T, H, D]. k and v: row slots[token] of the cache, nothing where that is negative; without slots
     row `token`."""
+    wait()
     Q: tl.constexpr = (H + HEADS - 1) // HEADS
     K: tl.constexpr = (HK + HEADS - 1) // HEADS
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x = qkv + token * stride
-    c, s = _angles(cos, sin, tl.load(positions + token), POSITIONS, D)
-    slot = token
-    if slots is not None:
-        slot = tl.load(slots + token).to(tl.int64)
+    start, block = (tl.program_id(0) // (Q + 2 * K)).to(tl.int64) * TOKENS, tl.program_id(0) % (Q + 2 * K)
+    stop = tl.minimum(start + TOKENS, T)
     if block < Q:
-        _normed_rotated(x, block * HEADS, wq, c, s, q + token * H * D, eps, token >= 0, H, D, HEADS)
+        wa, wb = _weights(wq, D, HEADS)
+        for token in range(start, stop):
+            _normed_rotated(
+                qkv + token * stride, block * HEADS, wa, wb, cos, sin, tl.load(positions + token), POSITIONS,
+                q + token * H * D, eps, token >= 0, H, D, HEADS,
+            )  # fmt: skip
     elif block < Q + K:
-        _normed_rotated(
-            x + H * D, (block - Q) * HEADS, wk, c, s, k + slot * stride_k, eps, slot >= 0, HK, D, HEADS
-        )  # fmt: skip
+        wa, wb = _weights(wk, D, HEADS)
+        for token in range(start, stop):
+            position, slot = tl.load(positions + token), _slot(slots, token)
+            _normed_rotated(
+                qkv + token * stride + H * D, (block - Q) * HEADS, wa, wb, cos, sin, position, POSITIONS,
+                k + slot * stride_k, eps, slot >= 0, HK, D, HEADS,
+            )  # fmt: skip
     else:
         first = (block - Q - K) * HEADS
-        a, b = _halves(x + (H + HK) * D, first, HK, D, HEADS)
-        if slot >= 0:
-            _store_halves(v + slot * stride_v, first, a, b, HK, D, HEADS)
+        for token in range(start, stop):
+            slot = _slot(slots, token)
+            a, b = _halves(qkv + token * stride + (H + HK) * D, first, HK, D, HEADS)
+            if slot >= 0:
+                _store_halves(v + slot * stride_v, first, a, b, HK, D, HEADS)
 
 
 @triton.jit
 def _job_backward(
     x, w, cos, sin, positions, dy, dx, parts, start, stop, first, POSITIONS, stride, stride_dy, stride_dx, eps,
-    COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tokens start … stop - 1 ascending; parts: this job's fp32 [COUNT, D]."""
-    wa, wb = _weights(w, D)
+    wa, wb = _weights(w, D, HEADS)
     dwa, dwb = tl.zeros((HEADS, D // 2), tl.float32), tl.zeros((HEADS, D // 2), tl.float32)
-    for token in range(start, stop):
-        c, s = _angles(cos, sin, tl.load(positions + token), POSITIONS, D)
+    for token in tl.range(start, stop, num_stages=STAGES):
+        c, s = _angles(cos, sin, tl.load(positions + token), POSITIONS, D, HEADS)
         a, b = _halves(x + token * stride, first, COUNT, D, HEADS)
         ya, yb = _halves(dy + token * stride_dy, first, COUNT, D, HEADS)
         ga, gb = ya * c + yb * s, yb * c - ya * s
@@ -128,23 +150,24 @@ def _job_backward(
 @triton.jit(do_not_specialize=SIZES)
 def qkv_backward_kernel(
     qkv, wq, wk, cos, sin, positions, dq, dk, dv, dqkv, parts_q, parts_k, POSITIONS, T, stride, eps,
-    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, JOB: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, JOB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One job; parts_q fp32 [J, H, D], parts_k [J, HK, D]; dq, dk, dv, dqkv contiguous."""
+    wait()
     Q: tl.constexpr = (H + HEADS - 1) // HEADS
     K: tl.constexpr = (HK + HEADS - 1) // HEADS
     WIDTH: tl.constexpr = (H + 2 * HK) * D
-    job, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    job, block = (tl.program_id(0) // (Q + 2 * K)).to(tl.int64), tl.program_id(0) % (Q + 2 * K)
     start, stop = job * JOB, tl.minimum(job * JOB + JOB, T)
     if block < Q:
         _job_backward(
             qkv, wq, cos, sin, positions, dq, dqkv, parts_q + job * H * D, start, stop, block * HEADS, POSITIONS,
-            stride, H * D, WIDTH, eps, H, D, HEADS,
+            stride, H * D, WIDTH, eps, H, D, HEADS, STAGES,
         )  # fmt: skip
     elif block < Q + K:
         _job_backward(
             qkv + H * D, wk, cos, sin, positions, dk, dqkv + H * D, parts_k + job * HK * D, start, stop,
-            (block - Q) * HEADS, POSITIONS, stride, HK * D, WIDTH, eps, HK, D, HEADS,
+            (block - Q) * HEADS, POSITIONS, stride, HK * D, WIDTH, eps, HK, D, HEADS, STAGES,
         )  # fmt: skip
     else:
         first = (block - Q - K) * HEADS
@@ -184,10 +207,11 @@ def forward(
     assert positions.is_contiguous()
     assert slots is None or (slots.is_contiguous() and len(slots) == tokens), slots
     q = torch.empty(tokens, shape.heads, shape.dim, dtype=qkv.dtype, device=qkv.device)
-    qkv_kernel[(tokens, _blocks(shape, heads))](
-        qkv, wq, wk, rope.cos, rope.sin, positions, slots, q, k, v, rope.cos.shape[0], row_stride(qkv),
-        row_stride(k, 2), row_stride(v, 2), eps, shape.heads, shape.kv_heads, shape.dim, heads,
-        num_warps=warps_for(heads * shape.dim), **EXACT,
+    each, warps = (TOKENS, warps_for(heads * shape.dim)) if tokens >= MANY else (1, warps_for(4 * heads * shape.dim))
+    qkv_kernel[(triton.cdiv(tokens, each) * _blocks(shape, heads),)](
+        qkv, wq, wk, rope.cos, rope.sin, positions, slots, q, k, v, rope.cos.shape[0], tokens, row_stride(qkv),
+        row_stride(k, 2), row_stride(v, 2), eps, shape.heads, shape.kv_heads, shape.dim, heads, each,
+        num_warps=warps, **EARLY,
     )  # fmt: skip
     return q
 
@@ -199,9 +223,9 @@ def backward(qkv, wq, wk, rope: RopeTable, positions, shape: HeadShape, eps: flo
     parts_q, parts_k = (
         torch.empty(jobs * n, shape.dim, dtype=torch.float32, device=qkv.device) for n in (shape.heads, shape.kv_heads)
     )
-    qkv_backward_kernel[(jobs, _blocks(shape, heads))](
+    qkv_backward_kernel[(jobs * _blocks(shape, heads),)](
         qkv, wq, wk, rope.cos, rope.sin, positions, dq, dk, dv, dqkv, parts_q, parts_k, rope.cos.shape[0], tokens,
-        row_stride(qkv), eps, shape.heads, shape.kv_heads, shape.dim, heads, JOB,
-        num_warps=warps_for(heads * shape.dim), **EXACT,
+        row_stride(qkv), eps, shape.heads, shape.kv_heads, shape.dim, heads, JOB, STAGES,
+        num_warps=warps_for(heads * shape.dim), **EARLY,
     )  # fmt: skip
     return dqkv, parts_q, parts_k

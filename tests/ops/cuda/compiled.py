@@ -31,7 +31,8 @@ TYPES = {
     "token": "*i32",
     "d_logits": "*bf16",
 }
-SIZES = ("V", "rows", "blocks", "groups", "stride")
+V = 151936
+SIZES = ("V", "rows", "groups", "stride")
 
 
 @triton.jit
@@ -43,30 +44,49 @@ def _ln(x, y):
 NOT_SAMPLING = {"keys": None, "positions": None, "best": None, "token": None}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ln": (_ln, {}),
-    "blocks": (kernels._blocks, {**NOT_SAMPLING, "N": 16, "SAMPLE": False, "ENTROPY": True}),
-    "blocks sampling": (kernels._blocks, {"N": 16, "SAMPLE": True, "ENTROPY": False}),
-    "merge": (kernels._merge, {"best": None, "token": None, "SAMPLE": False, "ENTROPY": True, "WIDTH": 1024}),
-    "merge sampling": (kernels._merge, {"SAMPLE": True, "ENTROPY": False, "WIDTH": 1024}),
-    "all": (kernels._all, {"digests": None, "COUNT": 2048, "DIGEST": False}),
-    "digest": (kernels._all, {"out": None, "COUNT": 2048, "DIGEST": True}),
-    "backward": (kernels._backward, {"COUNT": 2048}),
+    "blocks": (kernels._blocks, {**NOT_SAMPLING, "V": V, "N": 4, "SPAN": 4, "SAMPLE": False, "ENTROPY": True}),
+    "blocks sampling": (kernels._blocks, {"V": V, "N": 4, "SPAN": 4, "SAMPLE": True, "ENTROPY": False}),
+    "merge": (
+        kernels._merge,
+        {
+            "best": None,
+            "token": None,
+            "SAMPLE": False,
+            "ENTROPY": True,
+            "BLOCKS": 1187,
+            "WIDTH": 256,
+            "CHAIN": kernels.CHAIN,
+        },
+    ),
+    "merge sampling": (
+        kernels._merge,
+        {"SAMPLE": True, "ENTROPY": False, "BLOCKS": 1187, "WIDTH": 256, "CHAIN": kernels.CHAIN},
+    ),
+    "all": (kernels._all, {"digests": None, "V": V, "COUNT": 2048, "DIGEST": False}),
+    "digest": (kernels._all, {"out": None, "V": V, "COUNT": 2048, "DIGEST": True}),
+    "backward": (kernels._backward, {"V": V, "COUNT": 2048}),
 }
 
 
 def ptx(function, constants: dict[str, Any], options: dict[str, Any]) -> str:
     kinds = {name: "i32" if name in SIZES else TYPES.get(name, "*fp32") for name in function.arg_names}
     pointers = {name for name, kind in kinds.items() if kind.startswith("*") and name not in constants}
-    aligned = [i for i, name in enumerate(kinds) if name in pointers or name in ("V", "stride")]
+    sizes = {"V", "stride"} - set(constants)
+    aligned = [i for i, name in enumerate(kinds) if name in pointers | sizes]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}  # as for a vocabulary that 16 divides
     return to_ptx(function, kinds, constants, options, attributes)
 
 
 def counts(options: dict[str, Any]) -> dict[str, dict[str, int]]:
-    found = {name: ptx(function, constants, options) for name, (function, constants) in KERNELS.items()}
+    found = {
+        name: ptx(function, constants, kernels.ALONE if function in (kernels._blocks, kernels._merge) else options)
+        for name, (function, constants) in KERNELS.items()
+    }
     return {
         name: {
             **{what: len(re.findall(pattern, text)) for what, pattern in INSTRUCTIONS.items()},
             "barrier_after_stores": barriers_after_stores(text),
+            "waits_first": waits_first(text),
         }
         for name, text in found.items()
     }
@@ -74,8 +94,15 @@ def counts(options: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 def barriers_after_stores(text: str) -> int:
     """Places where global stores are followed by a barrier and then by global loads."""
-    events = re.findall(r"(?:ld|st)\.global|bar\.sync", text)
+    events = re.findall(r"(?:ld|st)\.global|bar\.(?:warp\.)?sync", text)
     return len(re.findall("SBL", "".join({"ld": "L", "st": "S", "ba": "B"}[event[:2]] for event in events)))
+
+
+def waits_first(text: str) -> bool:
+    """Memory is touched, and the next kernel launched, only after the kernel before this one is done."""
+    events = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global", text)
+    controls = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    return events[:2] == controls and not any(event in controls for event in events[2:])
 
 
 if __name__ == "__main__":

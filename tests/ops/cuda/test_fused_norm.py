@@ -27,7 +27,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not differing(a, b).any()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 300, 4097])
+@pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 300, 512, 513, 4096, 4097])
 def test_columns_are_added_by_the_tree(rows: int) -> None:
     parts = normal(rows, 70, seed=1)
     assert same(column_sums(parts), definition.column_sums(parts))

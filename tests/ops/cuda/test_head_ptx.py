@@ -13,8 +13,8 @@ import pytest
 if find_spec("triton") is None:  # not imported here: other tests need its interpreter, which is chosen on import
     pytest.skip("triton is not installed (pip install 'triton>=3.6' on Linux x86-64)", allow_module_level=True)
 
-LOGARITHMS = {"ln": 1, "blocks sampling": 2 * 16, "merge": 1, "merge sampling": 1}
-"""Of one thread: 16 entries of a program's 2048, two logarithms for each number of noise."""
+LOGARITHMS = {"ln": 1, "blocks sampling": 2 + 2 * 16, "merge": 1, "merge sampling": 1}
+"""Of one thread: two for each number of noise; the likely best entry alone, and all 16 of a program's 2048."""
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +46,8 @@ def test_divisions_are_ieee_and_the_only_approximation_is_exp2(counts) -> None:
 def test_what_one_thread_stores_is_not_read_before_the_barrier(counts) -> None:
     """The interpreter runs a program's threads as one and cannot show it."""
     assert all(counts[name]["barrier_after_stores"] == 1 for name in ("merge", "merge sampling"))
+
+
+def test_no_kernel_touches_memory_before_the_one_before_it_is_done(counts) -> None:
+    """They are launched while it still runs."""
+    assert {name: c["waits_first"] for name, c in counts.items()} == {name: name != "ln" for name in counts}

@@ -83,6 +83,7 @@ def test_bits_do_not_depend_on_neighbours_stride_or_group(group: int, monkeypatc
     logits, temperatures, targets = logits_of(7, 2049), temperatures_of(7), torch.arange(7) * 100
     expected = run(logits, temperatures, targets)
     monkeypatch.setattr(kernels, "GROUP", group)
+    monkeypatch.setattr(kernels, "SPANS", ((3, 1), (1 << 31, 3)))
     padded = torch.full((7, 3000), torch.nan)
     padded[:, 10:2059] = logits
     for found, right in zip(run(padded[:, 10:2059], temperatures, targets), expected, strict=True):
@@ -227,3 +228,15 @@ def test_a_digest_sees_one_bit_and_the_place() -> None:
     lse = torch.zeros(3, 2)  # the same for all rows, so that only the entry differs
     found = kernels.logprob_digests(logits, torch.ones(3), lse)
     assert len(set(found.tolist())) == 3
+
+
+def test_the_target_is_found_wherever_it_is() -> None:
+    """Only the program that holds it looks for it."""
+    vocab, targets = 4200, torch.tensor([0, 1023, 1024, 2047, 2048, 4095, 4096, 4199, -1, 4200, 2**40])
+    logits, ones = logits_of(len(targets), vocab), torch.ones(len(targets))
+    _, lse, entropy = run(logits, ones, targets)
+    d = kernels.logits_gradient(logits, ones, targets, lse, entropy, ones, torch.zeros(len(targets)), torch.float32)
+    expected = -torch.softmax(logits.double(), 1)
+    for row, target in enumerate(targets.tolist()[:8]):
+        expected[row, target] += 1
+    assert (d - expected).abs().max() < 1e-6

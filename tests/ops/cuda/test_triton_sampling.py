@@ -7,10 +7,12 @@ from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Tr
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from exactrl.ops.cuda import triton_logprob as kernels
 from exactrl.ops.cuda.sampling import sample_exact
-from exactrl.ops.cuda.triton_noise import key_tensor, uniform_rows
+from exactrl.ops.cuda.triton_noise import gumbel_bound, key_tensor, uniform_rows
 from exactrl.ops.head import gumbel_uniforms
 from tests.ops.cuda import head_definition as definition
 from tests.ops.cuda.test_triton_head import logits_of, run, same, temperatures_of
@@ -25,6 +27,40 @@ def test_uniform_numbers_are_the_cpu_s(vocab: int) -> None:
     u = uniform_rows(key_tensor(KEYS, "cpu"), POSITIONS, vocab)
     for row, key, position in zip(u, KEYS, POSITIONS, strict=True):
         assert same(row, gumbel_uniforms(int(key), int(position), vocab))
+
+
+@triton.jit
+def _bounds(out, COUNT: tl.constexpr):
+    words = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(out + words, gumbel_bound(words.to(tl.uint32)))
+
+
+def test_the_bound_of_every_number_of_noise() -> None:
+    """All 2^23 of them; the logarithms of a GPU are off by less than the margin asked for here."""
+    out = torch.empty(1 << 23)
+    _bounds[(8,)](out, 1 << 20)
+    u = (np.arange(1 << 23) + 0.5) * 2.0**-23
+    slack = out.double().numpy() + np.log(-np.log(u))
+    assert slack.min() > 3e-5
+    assert slack[u > 0.9].max() < 0.11, "as good as none"
+
+
+def test_both_ways_to_the_best_entry_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its bound alone, and by all noise of its group where the bounds leave a rival."""
+    gumbel, calls = kernels.gumbel, {"one": 0, "all": 0}
+
+    def counted(words):
+        calls["all" if len(words.shape) else "one"] += 1
+        return gumbel(words)
+
+    monkeypatch.setattr(kernels, "gumbel", counted)
+    monkeypatch.setattr(kernels, "GROUP", 16)
+    logits = torch.randn(300, 2048, generator=torch.Generator().manual_seed(5))
+    keys, positions, (tokens, _, _) = draw(logits, torch.ones(300))
+    assert calls["one"] == 300
+    assert 5 < calls["all"] < 100
+    u = np.stack([gumbel_uniforms(int(k), int(p), 2048) for k, p in zip(keys, positions, strict=True)])
+    assert tokens.tolist() == definition.tokens(logits.numpy(), u).tolist()
 
 
 def draw(logits: torch.Tensor, temperatures: torch.Tensor, seed: int = 0):
@@ -56,6 +92,7 @@ def test_a_draw_ignores_its_neighbours_and_the_cut(group: int, monkeypatch: pyte
     logits, temperatures = logits_of(6, 2500), temperatures_of(6)
     keys, positions, (tokens, logprobs, digests) = draw(logits, temperatures)
     monkeypatch.setattr(kernels, "GROUP", group)
+    monkeypatch.setattr(kernels, "SPANS", ((3, 1), (1 << 31, 3)))
     for row in reversed(range(6)):
         cut = slice(row, row + 1)
         wide = torch.cat([logits[cut], torch.full((1, 7), torch.inf)], 1)[:, :2500]
@@ -113,6 +150,14 @@ def test_no_plausible_logprob_from_bad_logits(temperature: float, n: int) -> Non
     logits = base.copy()
     logits[1:] = -np.inf  # legal: never sampled
     assert one(logits, temperature) == (0, 0.0)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+def test_rows_of_padding_draw_no_token_behind_the_vocabulary(value: float) -> None:
+    """Whatever is in them, temperatures below 0 included: the token is an index into the embedding."""
+    temperatures = torch.tensor([-1.0, -np.inf, np.inf, np.nan, -0.0, 1e-45])
+    _, _, (tokens, _, _) = draw(torch.full((6, 3000), value), temperatures)
+    assert ((tokens >= -1) & (tokens < 3000)).all()
 
 
 def test_no_rows() -> None:

@@ -1,0 +1,171 @@
+"""Kernels that are launched early: nothing they read or overwrite is another's, eager, in graphs and between streams.
+
+Each chain runs once with a pause after every step, when nothing can overlap, and then as it is meant to run. Mixed in:
+kernels and copies that know nothing of early launches, and memory that the allocator hands on while it is still read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from exactrl.ops.qkv import HeadShape, RopeTable
+from exactrl.parity.compare import differing
+
+if not torch.cuda.is_available():  # before kernels are imported, which tests/ops/cuda wants to run interpreted
+    pytest.skip("needs an H100 or H200", allow_module_level=True)
+pytest.importorskip("triton")
+from exactrl.ops.cuda import triton_norm
+from exactrl.ops.cuda.norm import add_rms_norm, rms_norm
+from exactrl.ops.cuda.qkv import qkv_into_cache
+from exactrl.ops.cuda.sampling import sample_exact
+from exactrl.ops.cuda.swiglu import swiglu
+
+EPS, BF16, ROWS, WIDTH = 1e-6, torch.bfloat16, 8192, 2560
+Pause = Callable[[], None]
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(BF16)
+
+
+@pytest.fixture(scope="module")
+def inputs() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Large ones, a row, a weight."""
+    return [normal(ROWS, WIDTH, seed=i) for i in range(4)], normal(1, WIDTH, seed=7), normal(WIDTH, seed=8)
+
+
+def slow(h: torch.Tensor, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """All programs start at once, so that the next kernel may too, and each of them reads and writes for long."""
+    return triton_norm.backward(h, w, dy, None, EPS, BF16, False)[0]
+
+
+def memory_is_handed_on(inputs, pause: Pause) -> list[torch.Tensor]:
+    """A long reader of y, then a writer of what was y."""
+    large, _, w = inputs
+    found = []
+    for i in range(6):
+        y = rms_norm(large[i % 3], w, EPS)
+        pause()
+        found.append(slow(y, large[3], w))
+        pause()
+        at = y.data_ptr()
+        del y
+        again = rms_norm(large[(i + 1) % 3], w, EPS)
+        assert again.data_ptr() == at, "this test needs an allocator that reuses memory at once"
+        pause()
+        found.append(rms_norm(again[-3:], w, EPS))
+        pause()
+        del again
+    return found
+
+
+def results_of_the_one_before_last(inputs, pause: Pause) -> list[torch.Tensor]:
+    """Long, short, and readers of what the long one wrote last."""
+    large, row, w = inputs
+    found = []
+    for i in range(6):
+        y = slow(large[i % 3], large[3], w)
+        pause()
+        if i % 2:
+            found.append(rms_norm(row, w, EPS))
+            pause()
+        found += add_rms_norm(y[-64:], row.expand(64, -1).contiguous() if i > 3 else large[3][:64], w, EPS)
+        pause()
+    return found
+
+
+def others_in_between(inputs, pause: Pause) -> list[torch.Tensor]:
+    """Library products, element-wise kernels, copies and fills before and after early kernels."""
+    large, _, w = inputs
+    buffer = torch.empty(ROWS, WIDTH, dtype=BF16, device="cuda")
+    found = []
+    for i in range(4):
+        buffer.copy_(large[i % 3])
+        pause()
+        found.append(slow(buffer, large[3], w))
+        pause()
+        buffer.zero_()
+        pause()
+        found.append(swiglu(buffer[-64:]))
+        pause()
+        buffer.add_(large[(i + 1) % 3])
+        pause()
+        y = rms_norm(slow(buffer, large[3], w), w, EPS)
+        pause()
+        found.append(y[-64:] @ y[:512].T)
+        pause()
+    return found
+
+
+def two_streams(inputs, pause: Pause) -> list[torch.Tensor]:
+    large, row, w = inputs
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    found = []
+    for i in range(4):
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            y = slow(large[i % 3], large[3], w)
+        pause()
+        short = rms_norm(row, w, EPS)
+        pause()
+        here.wait_stream(side)
+        y.record_stream(here)
+        found += [*add_rms_norm(y[-64:], y[:64], w, EPS), short]
+        pause()
+    return found
+
+
+CHAINS = [memory_is_handed_on, results_of_the_one_before_last, others_in_between, two_streams]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain.__name__)
+def test_nothing_overtakes(chain, inputs) -> None:
+    expected = [t.clone() for t in chain(inputs, torch.cuda.synchronize)]
+    for _ in range(5):
+        found = chain(inputs, lambda: None)
+        assert [int(differing(a, b).sum()) for a, b in zip(found, expected, strict=True)] == [0] * len(expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(inputs, lambda: None)
+    for _ in range(5):
+        graph.replay()
+        assert [int(differing(a, b).sum()) for a, b in zip(found, expected, strict=True)] == [0] * len(expected)
+        for t in found:
+            t.fill_(float("nan"))
+
+
+def test_padded_rows_may_hold_anything() -> None:
+    """In a graph, as a decoder runs them: no fault, no hang, and no bit of the rows that count."""
+    shape, rows, real, vocabulary = HeadShape(8, 4, 64), 16, 5, 5000
+    n = (shape.heads + 2 * shape.kv_heads) * shape.dim
+    rope = RopeTable(*(t.cuda() for t in (lambda r: (r.cos, r.sin))(RopeTable.build(1e6, shape.dim, 100))))
+    w, x = normal(n, seed=1), normal(rows, n, seed=2)
+    logits = normal(rows, vocabulary, seed=3).float()
+    positions = torch.arange(rows).cuda()
+    slots = torch.arange(rows).cuda()
+    keys, temperatures = torch.arange(rows).cuda() << 40, torch.ones(rows, device="cuda")
+
+    def step(x, logits, positions, slots, keys, temperatures):
+        pages = [torch.zeros(2, 16, shape.kv_heads, shape.dim, dtype=BF16, device="cuda") for _ in "kv"]
+        h, y = add_rms_norm(x, x, w, EPS)
+        q = qkv_into_cache(y, w[:64], w[64:128], rope, positions, shape, EPS, *pages, slots)
+        tokens, logprobs, _ = sample_exact(logits, temperatures, keys, positions)
+        return [h, y, q, swiglu(y), tokens, logprobs], pages
+
+    clean, clean_pages = step(*(t[:real].contiguous() for t in (x, logits, positions, slots, keys, temperatures)))
+    x[real:], logits[real:], temperatures[real:], slots[real:] = torch.nan, torch.nan, torch.nan, -1
+    x[-1], logits[-1], logits[-2], temperatures[-1], temperatures[-2] = torch.inf, -torch.inf, torch.inf, 0, -1
+    positions[real:] = torch.tensor([-1, 100, 2**40, -(2**62), 2**62, 0, -7, 5, 99, 101, 2**31], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    step(x, logits, positions, slots, keys, temperatures)
+    with torch.cuda.graph(graph):
+        padded, padded_pages = step(x, logits, positions, slots, keys, temperatures)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not any(differing(a[:real], b).any() for a, b in zip(padded, clean, strict=True))
+    assert not any(differing(a, b).any() for a, b in zip(padded_pages, clean_pages, strict=True))
+    assert ((padded[4] >= -1) & (padded[4] < vocabulary)).all(), "an index past the embedding's end would be a fault"
