@@ -39,12 +39,10 @@ from exactrl.ops.cuda.attention_tiles import (
     FEW_OR_MANY,
     IN_ORDER,
     SPLIT,
-    STREAM_SPLIT,
     WARP_ROWS,
     WARP_SPLIT,
     AttentionTile,
     ClusterTile,
-    StreamTile,
     WarpTile,
 )
 
@@ -173,7 +171,7 @@ def _cluster_serves(shape: AttentionShape) -> bool:
     return shape.dim >= 64 and _split_serves(shape, ClusterTile.of(shape.dim))
 
 
-def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile | StreamTile) -> bool:
+def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
     return (
         _serves(shape)
@@ -194,12 +192,6 @@ def _cluster_split(q, k, v, rows, out, lse, sequences) -> None:
     from exactrl.ops.cuda.cluster_attention import attend_clusters
 
     attend_clusters(q, k, v, rows, out, lse, sequences, ClusterTile.of(q.shape[-1]))
-
-
-def _stream(q, k, v, rows, out, lse, sequences, tile: StreamTile) -> None:
-    from exactrl.ops.cuda.stream_attention import attend_stream
-
-    attend_stream(q, k, v, rows, out, lse, sequences, tile)
 
 
 def _few_or_many(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
@@ -228,9 +220,7 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
     return {implementation.name: implementation for implementation in found}
 
 
-def _split_of(
-    name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile | StreamTile
-) -> AttentionImplementation:
+def _split_of(name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile) -> AttentionImplementation:
     serves = partial(_split_serves, tile=tile)
     return AttentionImplementation(f"{name}:{tile}", "split", partial(attend, tile=tile), serves, tile.rows)
 
@@ -246,7 +236,6 @@ def _compiled() -> list[AttentionImplementation]:
         *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
         AttentionImplementation("cuda-cluster", "split", _cluster_split, _cluster_serves, WARP_ROWS),
         *(_split_of("cuda-decode-tma" if tile.tma else "cuda-decode", _few_or_many, tile) for tile in FEW_OR_MANY),
-        *(_split_of("cuda-stream", _stream, tile) for tile in STREAM_SPLIT),
     ]
 
 

@@ -51,11 +51,6 @@ __device__ __forceinline__ void copy_box(u32 into, const TensorMap* map, u32 bar
 // Ordinary stores to shared memory become visible to the copy engine and the matrix unit.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The next launch of the stream, if made to overlap, may start once all blocks have come here or ended; it waits before it
-// reads what this one writes. PTX ISA, "griddepcontrol".
-__device__ __forceinline__ void dependents_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,6 +1,5 @@
-// Merges the partial results of all splits, ascending, once all of them are there: a launch of its own, which may start
-// while the launch that stores them still runs. A thread takes four columns of a row; PARTS blocks share the rows of a
-// (sequence, kv head). Definition in attention.py.
+// Merges the partial results of all splits, ascending, in a launch of its own, after the one that stores them. A
+// thread takes four columns of a row; PARTS blocks share the rows of a (sequence, kv head). Definition in attention.py.
 //
 // Follows split_items.cuh; compiled with its -D and PARTS, IN_FLIGHT (splits that are loaded before the first is used).
 
@@ -46,6 +45,5 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_splits(
   item.sequence = merges[2 * (merged / KV_HEADS)], item.place = merges[2 * (merged / KV_HEADS) + 1];
   item.head = merged % KV_HEADS, item.start = starts[item.sequence], item.length = lengths[item.sequence];
   int rows = (starts[item.sequence + 1] - item.start) * GROUP, e = (part * MERGE_THREADS + threadIdx.x) * 4;
-  wait_for_launch_before();
   if (item.place >= 0 && e < rows * D) merge_columns(a, item, e / D, e % D);
 }

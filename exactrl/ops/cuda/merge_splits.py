@@ -14,8 +14,6 @@ from exactrl.ops.cuda.triton_split_attention import SPLIT, SplitPlan
 FOLDER = Path(__file__).parent
 FILES = ("hopper.cuh", "split_items.cuh", "merge_splits.cu")
 THREADS = 128
-
-
 FEW, MANY = 8, 32
 """Splits of each sequence that are loaded before the first is used: where the longest has up to FEW, and beyond."""
 
@@ -44,11 +42,11 @@ def merge_splits(
     if most_keys <= SPLIT:
         return
     t, _, dim = out.shape
-    few = most_keys <= FEW * SPLIT
     parts = -(-plan.held * dim // (THREADS * 4))
-    kernel = _kernel(heads, kv_heads, dim, parts, FEW if few else MANY, torch.cuda.current_device())
-    # Blocks that start early crowd on the first multiprocessors that become free: with many splits they lose by it.
+    kernel = _kernel(
+        heads, kv_heads, dim, parts, FEW if most_keys <= FEW * SPLIT else MANY, torch.cuda.current_device()
+    )
     kernel.launch((len(plan.merges) * kv_heads * parts, 1, 1), THREADS, (
         out, out if lse is None else lse, int(lse is not None), plan.merges, plan.partial, plan.stats, plan.rows.starts,
         plan.rows.lengths, t, plan.held,
-    ), overlaps=few)  # fmt: skip
+    ))  # fmt: skip

@@ -101,17 +101,9 @@ class Kernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(self._function, attribute, shared))
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Any],
-        cluster: int = 1,
-        overlaps: bool = False,
-    ) -> None:
+    def launch(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], cluster: int = 1) -> None:
         """Arguments: tensors (their pointer), TensorMap and ctypes.Structure (by value), int (int32), float
-        (float32). `cluster` blocks along x share a cluster. `overlaps`: starts as soon as the launch before allows it;
-        the kernel waits for its end itself (griddepcontrol.wait)."""
+        (float32). `cluster` blocks along x share a cluster."""
         from cuda.bindings import driver
 
         values = [_argument(a) for a in arguments]
@@ -121,15 +113,11 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared
         config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        attributes = []
         if cluster > 1:
-            attributes.append(_cluster_attribute(cluster))
-        if overlaps:
             attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        config.attrs, config.numAttrs = attributes, len(attributes)
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+            config.attrs, config.numAttrs = [attribute], 1
         _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
     def most_clusters(self, threads: int, cluster: int) -> int:
@@ -140,17 +128,11 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared
-        config.attrs, config.numAttrs = [_cluster_attribute(cluster)], 1
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
         return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, config)))
-
-
-def _cluster_attribute(blocks: int) -> Any:
-    from cuda.bindings import driver
-
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = blocks, 1, 1
-    return attribute
 
 
 class TensorMap:

@@ -144,7 +144,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
   if (feed.index < total && feed.chunks == 0) feed.advance();
 #pragma unroll 1
   for (int i = 0; i < RING - 1; i++) feed.next();
-  dependents_may_start();
   for (; index < total; index += step) {
     Item item = item_of(a, index);
     State x = {};

@@ -1,4 +1,4 @@
-"""cluster_attention.cu, stream_attention.cu and merge_splits.cu on the host: their text, compiled by g++ against a
+"""cluster_attention.cu and merge_splits.cu on the host: their text, compiled by g++ against a
 model of the GPU (host/device_on_host.h), must give the bits of the definition written down in numpy with the same
 matrix unit. And who takes few splits, who many.
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
 
 import ctypes
-import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,37 +19,17 @@ import numpy as np
 import pytest
 import torch
 
-from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits, merge_splits, stream_attention
+from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits, merge_splits
 from exactrl.ops.cuda.attention import AttentionRows
 from exactrl.ops.cuda.attention_host import scale_of
-from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile, StreamTile
-from exactrl.ops.cuda.nvrtc import TensorMap, _address, _argument
+from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile
+from exactrl.ops.cuda.nvrtc import _address, _argument
+from exactrl.ops.cuda.triton_split_attention import SplitPlan, split_plan
 from tests.gpu.attention_inputs import Sequences, draw
 
 HOST = Path(__file__).parent / "host"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 BLOCK, SPLIT = 64, 512
-
-
-class HostMap(ctypes.Structure):
-    """host/device_on_host.h: TensorMap."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("strides", ctypes.c_uint64 * 4),
-        ("extents", ctypes.c_uint64 * 4),
-        ("box", ctypes.c_uint32 * 4),
-    )
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self)
-
-
-def host_map(pages: torch.Tensor, rows: int) -> TensorMap:
-    count, page_size, kv_heads, dim = pages.shape
-    strides = (1, pages.stride(2), pages.stride(1), pages.stride(0))
-    quadruples = (tuple(strides), (dim, kv_heads, page_size, count), (64, 1, rows, 1))
-    return TensorMap(HostMap(pages.data_ptr(), *quadruples))
 
 
 def library(module: Any, options: list[str], folder: Path) -> ctypes.CDLL:
@@ -75,7 +54,7 @@ class HostKernel:
     def __init__(self, function: Any, seed: int) -> None:
         self.function, self.seed = function, seed
 
-    def launch(self, grid: tuple, threads: int, arguments: Any, cluster: int = 1, overlaps: bool = False) -> None:
+    def launch(self, grid: tuple, threads: int, arguments: Any, cluster: int = 1) -> None:
         values = [_argument(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
         self.function(grid[0], cluster, threads, self.seed, pointers)
@@ -146,55 +125,31 @@ def expected(data: Sequences, counts: np.ndarray, definition: Definition) -> tup
 
 
 class OnHost:
-    """attend_clusters or attend_stream, whose launches run on the host, `held` clusters or blocks at most."""
+    """attend_clusters, whose launches run on the host, `held` clusters at most."""
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile | StreamTile, shape: tuple, held: int
-    ):
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile, shape: tuple, held: int):
         self.patch, self.tile, self.held = patch, tile, held
-        self.module = stream_attention if isinstance(tile, StreamTile) else cluster_attention
-        self.compiled = library(self.module, self.module.source_options(*shape, tile), folder)
+        self.compiled = library(cluster_attention, cluster_attention.source_options(*shape, tile), folder)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.compiled.list_on_host, 0))
-        patch.setattr(stream_attention, "page_map", host_map)
-        patch.setattr(stream_attention, "multiprocessors", lambda _: held)
-        patch.setattr(merge_splits, "MANY", 2)  # the longest has three splits
-        patch.setattr(merge_splits, "FEW", 2 if shape[2] == 64 else 8)
-        patch.setattr(merge_splits, "_kernel", functools.cache(lambda *shape: self.merge(folder, *shape)))
-
-    def merge(
-        self, folder: Path, heads: int, kv_heads: int, dim: int, parts: int, in_flight: int, _: int
-    ) -> HostKernel:
-        into = folder / f"merge-{parts}-{in_flight}"
-        into.mkdir()
-        options = merge_splits.source_options(heads, kv_heads, dim, parts, in_flight)
-        return HostKernel(library(merge_splits, options, into).attend_on_host, 0)
 
     def __call__(self, seed: int, *arguments: Any) -> None:
         kernel = HostKernel(self.compiled.attend_on_host, seed)
-        if self.module is cluster_attention:
-            self.patch.setattr(cluster_attention, "_kernel", lambda *_: (kernel, self.held))
-            cluster_attention.attend_clusters(*arguments, self.tile)
-            return
-        self.patch.setattr(stream_attention, "_kernel", lambda *_: kernel)
-        stream_attention.attend_stream(*arguments, self.tile)
+        self.patch.setattr(cluster_attention, "_kernel", lambda *_: (kernel, self.held))
+        cluster_attention.attend_clusters(*arguments, self.tile)
 
 
-# tile, heads, kv heads, head dim, page size, clusters or blocks at once, peak, rows
+# tile, heads, kv heads, head dim, page size, clusters at once, peak, rows
 CASES = [
     (ClusterTile(1), 4, 2, 64, 16, 1, 1.0, 1),
     (ClusterTile(2), 2, 1, 64, 64, 2, 4.0, 4),
     (ClusterTile(4), 5, 1, 64, 32, 3, 16.0, 1),
     (ClusterTile(2), 2, 1, 128, 256, 99, 2.0, 2),
-    (StreamTile(2, 1), 4, 2, 64, 16, 1, 1.0, 1),
-    (StreamTile(5, 1), 2, 1, 128, 64, 3, 4.0, 4),
-    (StreamTile(12, 1), 5, 1, 64, 32, 99, 16.0, 1),
-    (StreamTile(3, 2), 2, 1, 256, 256, 1, 2.0, 2),
 ]
 LENGTHS = [1, 70, 512, 577, 1026]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{type(case[0]).__name__}-{case[0]}-{case[3]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tile, heads, kv_heads, dim, page_size, held, peak, most = case
     kernel = OnHost(monkeypatch, tmp_path, tile, (heads, kv_heads, dim, page_size), held)
@@ -212,17 +167,60 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
         assert torch.equal(lse, right_lse)
 
 
-@pytest.mark.parametrize("tile", [ClusterTile(1), StreamTile(4, 1)], ids=lambda tile: type(tile).__name__)
-def test_lengths_beyond_what_a_plan_has_room_for_give_nan(
-    tile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = OnHost(monkeypatch, tmp_path, tile, (2, 1, 64, 64), 4)
+def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = OnHost(monkeypatch, tmp_path, ClusterTile(1), (2, 1, 64, 64), 4)
     data = draw([513, 1025], 2, 1, 64, 64, 1.0, 0, "cpu")
     number, _ = data.last(np.ones(2, int), data.lengths, np.arange(2))
     rows = AttentionRows.build(np.ones(2), data.lengths, data.tables, "cpu", most_keys=np.array([512, 512]))
     out = torch.zeros(2, 2, 64, dtype=torch.bfloat16)
     kernel(0, data.q[number], data.k_pages, data.v_pages, rows, out, None, np.arange(2))
     assert out.isnan().all()
+
+
+def store_splits(plan: SplitPlan, data: Sequences, counts: np.ndarray, definition: Definition) -> None:
+    """What kernels with parallel splits leave for the merge: places are those of the splits, sequence by sequence."""
+    (_, heads, dim), kv_heads, place = data.q.shape, data.k.shape[1], 0
+    q, k, v = (t.float().numpy() for t in (data.q, data.k, data.v))
+    group, scale = heads // kv_heads, np.float32(scale_of(dim))
+    for s in plan.sequences.tolist():
+        start, n = data.starts[s], data.lengths[s]
+        for first in range(0, n, SPLIT):
+            at = slice(start + first, start + min(first + SPLIT, n))
+            for r, h in np.ndindex(counts[s], heads):
+                position = n - counts[s] + r
+                arguments = q[start + position, h], k[at, h // group], v[at, h // group]
+                m, l, acc = definition.split(*arguments, position + 1 - first, scale)
+                where = place, h // group, r * group + h % group
+                plan.stats[where], plan.partial[where] = torch.tensor([m, l]), torch.from_numpy(acc)
+            place += 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "most", "in_flight"), [(4, 2, 64, 1, 1), (2, 1, 128, 3, 2), (5, 1, 64, 1, 8)]
+)
+def test_the_merge_of_splits(heads, kv_heads, dim, most, in_flight, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that one split makes whole are left alone."""
+    data = draw(LENGTHS, heads, kv_heads, dim, 64, 4.0, 0, "cpu")
+    counts, asked = np.minimum(most, data.lengths), np.array([0, 1, 3, 4])
+    _, rows = data.last(counts, data.lengths, np.arange(len(data.lengths)))
+    plan = split_plan(rows, asked, heads, kv_heads, dim)
+    plan.partial.fill_(float("nan"))
+    parts = -(-plan.held * dim // (merge_splits.THREADS * 4))
+    options = merge_splits.source_options(heads, kv_heads, dim, parts, in_flight)
+    compiled = library(merge_splits, options, tmp_path)
+    definition = Definition(compiled)
+    store_splits(plan, data, counts, definition)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(merge_splits, "_kernel", lambda *_: HostKernel(compiled.attend_on_host, 0))
+    right, right_lse = expected(data, counts, definition)
+    others = np.repeat(np.isin(np.arange(len(counts)), [3, 4], invert=True), counts)
+    right[others], right_lse[:, others] = -7.0, -7.0
+    out, lse = torch.full_like(right, -7.0), torch.full_like(right_lse, -7.0)
+    merge_splits.merge_splits(plan, 512, heads, kv_heads, out, lse)
+    assert (out == -7).all(), "no sequence can have more than one split"
+    merge_splits.merge_splits(plan, max(LENGTHS), heads, kv_heads, out, lse)
+    assert torch.equal(out, right)
+    assert torch.equal(lse, right_lse)
 
 
 @pytest.mark.parametrize(("lengths", "taken"), [([512] * 66, "clusters"), ([512] * 65 + [513], "warps")])
