@@ -14,7 +14,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from exactrl.model.qwen3 import Qwen3
 from exactrl.model.weights import load_weights, random_weights
 from exactrl.ops.cuda import head
 from exactrl.ops.cuda.binding import CudaOps
+from exactrl.ops.transfer import key_bits
 from exactrl.parity import check as ladder
 from exactrl.parity.compare import Tally
 from exactrl.parity.subject import to_samples
@@ -49,18 +50,51 @@ KV_TOKENS = 98304  # holds 256 requests with room to spare; a third of it does n
 Place = tuple[int, int]  # noise key, position: which token a digest is of
 
 
+class Digests:
+    """The digest of every sampled row's log-probabilities, on the device: noted inside captured graphs, too."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        keys = key_bits([r.noise_key for r in requests])
+        self.keys, order = keys.sort()
+        self.places = [(requests[i].noise_key, len(requests[i].token_ids)) for i in order.tolist()]
+        self.width = max(r.params.max_new_tokens for r in requests)
+        first = torch.tensor([n for _, n in self.places] + [0])  # the last row takes what no request asked for
+        self.keys, self.first = self.keys.to(device), first.to(device)
+        self.table = torch.zeros(len(first) * self.width, dtype=torch.int64, device=device)
+        self.changed = torch.zeros((), dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        self.table.zero_()
+        self.changed.zero_()
+
+    def note(self, keys: torch.Tensor, positions: torch.Tensor, digests: torch.Tensor) -> None:
+        """`changed` counts tokens that were drawn again, after a preemption, with another digest."""
+        at = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
+        known = self.keys[at] == keys
+        row = torch.where(known, at, len(self.keys))
+        place = row * self.width + (positions - self.first[row]).clamp(0, self.width - 1)
+        before = self.table[place]
+        self.changed += (known & (before != 0) & (before != digests)).sum()
+        self.table[place] = digests
+
+    def found(self) -> dict[Place, int]:
+        values = self.table.view(-1, self.width).tolist()
+        return {
+            (key, first + i): digest
+            for (key, first), row in zip(self.places, values, strict=False) for i, digest in enumerate(row) if digest
+        }  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Recording(CudaOps):
     """Ops that note, for every sampled token, the digest of its row's log-probabilities."""
 
-    digests: dict[Place, int] = field(default_factory=dict)
-    changed: list[Place] = field(default_factory=list)  # drawn again after a preemption, with another digest
+    digests: Digests | None = None
 
     def sample(self, hidden, weight, temperatures, keys, positions):
+        assert self.digests is not None
         tokens, logprobs, digests = self.sample_with_digest(hidden, weight, temperatures, keys, positions)
-        for place, digest in zip(zip(keys.tolist(), positions.tolist(), strict=True), digests.tolist(), strict=True):
-            if self.digests.setdefault(place, digest) != digest:
-                self.changed.append(place)
+        self.digests.note(keys, positions, digests)
         return tokens, logprobs
 
 
@@ -107,13 +141,14 @@ class Rollout:
 def roll_out(model: Qwen3, requests: Sequence[Request], prepare: Callable[[Engine], None], **limits: Any) -> Rollout:
     ops = model.ops
     assert isinstance(ops, Recording)
+    assert ops.digests is not None
     ops.digests.clear()
     gc.collect()  # the cache of the rollout before
     engine = Engine(model, **{"max_concurrent": 256, "chunk_tokens": 8192, "kv_tokens": KV_TOKENS, **limits})
     prepare(engine)
     completions = engine.generate(requests)
-    assert not ops.changed, f"another digest when drawn again: {ops.changed[:3]}"
-    return Rollout(completions, dict(ops.digests), engine.stats.preemptions)
+    assert not int(ops.digests.changed), f"{int(ops.digests.changed)} tokens drawn again with another digest"
+    return Rollout(completions, ops.digests.found(), engine.stats.preemptions)
 
 
 def nothing(engine: Engine) -> None:
@@ -136,6 +171,7 @@ def rollouts(model: Qwen3, requests: list[Request]) -> Iterator[tuple[str, list[
         ("64 at a time, chunks of 512", each(3), nothing, {"max_concurrent": 64, "chunk_tokens": 512}),
         ("128 at a time, no prefix cache", each(1), nothing, {"max_concurrent": 128, "prefix_cache": False}),
         ("a third of the cache", each(1), nothing, {"kv_tokens": KV_TOKENS // 3, "chunk_tokens": 2048}),
+        ("op by op, one step after the other", each(1), nothing, {"cuda_graphs": False, "overlap": False}),
         ("NaN in all pages, shuffled", each(1), nan_filled, {"block_order": "shuffled", "block_seed": 1}),
     ]
     for what, chosen, prepare, limits in cases:
@@ -245,8 +281,9 @@ def main() -> None:
     config = config_of(arguments.shape)
     certified = make_ops("cuda", get_contract("exact-v1"), True, "bfloat16", config)
     assert isinstance(certified, CudaOps)
-    ops = Recording(**{f.name: getattr(certified, f.name) for f in fields(CudaOps)})
     requests = requests_of(config, arguments.requests, arguments.new_tokens)
+    noted = Digests(requests, certified.device)
+    ops = Recording(**{f.name: getattr(certified, f.name) for f in fields(CudaOps)}, digests=noted)
     rows: list[dict[str, Any]] = []
     rungs: list[dict[str, Any]] = []
     name = "-".join(["parity", arguments.shape, *arguments.kinds, *([arguments.part] if arguments.part else [])])

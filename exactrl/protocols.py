@@ -33,6 +33,11 @@ class RolloutEngine(Protocol):
         """Replaces all compute weights (Hugging Face names) and returns the compute digest of what kernels now read."""
         ...
 
+    def sleep(self) -> None:
+        """Gives back memory that only generating needs, for a trainer on the same device; the next `generate` takes it
+        again. Forgets all cached prefixes where it does."""
+        ...
+
     def reset_cache(self) -> None:
         """Forgets all cached prefixes: requests that follow are scheduled as in a fresh engine."""
         ...

@@ -362,6 +362,9 @@ def test_plan_names_what_the_switch_derives(tmp_path):
     assert (exact["true_on_policy"], off["true_on_policy"]) == (True, False)
     for section in ("kernels", "check", "train"):
         assert exact[section] != off[section]
+    on_gpu = {"model__dtype": "bfloat16", "run__device": "cuda"}
+    kernels = [launch.plan(micro(tmp_path, contract__true_on_policy=v, **on_gpu))["kernels"] for v in ("true", "false")]
+    assert ["certified" in text["linear"] for text in kernels] == [True, False]
     with pytest.raises(ConfigError, match="k_leaves 256 does not divide"):
         launch.plan(micro(tmp_path, contract__k_leaves=256))
 
@@ -511,7 +514,7 @@ def test_own_stop_tokens_are_not_part_of_the_text(tmp_path):
     [
         ({}, "device cuda needs a GPU and this machine has none; use the device cpu"),
         ({"model.dtype": "float32"}, "bfloat16 models, not float32"),
-        ({"contract.true_on_policy": "false"}, "only the exact kernels are built yet"),
+        ({"contract.true_on_policy": "false"}, "device cuda needs a GPU and this machine has none"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

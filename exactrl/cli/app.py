@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from exactrl import __version__
-from exactrl.cli import certify, check, export, generate, grade, plan, report, sft, train
+from exactrl.cli import bench, certify, check, export, generate, grade, plan, report, sft, train
 from exactrl.cli import eval as evaluation
 from exactrl.cli.options import USAGE_ERROR, NoColor, Quiet, RecipeCommand, Settings, SftRecipeCommand, Verbose
 from exactrl.errors import ExactRLError, Interrupted
@@ -36,6 +36,7 @@ app.command("eval", epilog=evaluation.EXAMPLE)(evaluation.evaluate)
 app.command("grade", epilog=grade.EXAMPLE)(grade.grade)
 app.command("export", epilog=export.EXAMPLE)(export.export)
 app.command("report", epilog=report.EXAMPLE)(report.report)
+app.command("bench", epilog=bench.EXAMPLE, context_settings=bench.ANY_ARGUMENTS)(bench.bench)
 
 
 def _version(asked: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -80,12 +81,16 @@ def generate(
             write(row_line(row))
 
 
+LINE_EVERY = 10.0  # seconds between plain lines of progress
+
+
 class Bar:
-    """A bar on stderr while responses finish; nothing when quiet or not on a terminal."""
+    """On stderr, while responses finish: a bar on a terminal, otherwise a line now and then; nothing when quiet."""
 
     def __init__(self, ctx: typer.Context) -> None:
         self.screen = console(ctx.obj, stderr=True)
         self.bar = None
+        self.quiet, self.shown = ctx.obj.quiet, time.monotonic()
         if is_interactive(self.screen) and not ctx.obj.quiet:
             from rich.progress import Progress
 
@@ -104,3 +109,6 @@ class Bar:
     def show(self, phase: str, done: int, total: int) -> None:
         if self.bar:
             self.bar.update(self.task, description=phase, completed=done, total=total)
+        elif not self.quiet and time.monotonic() - self.shown > LINE_EVERY:
+            self.shown = time.monotonic()
+            self.screen.print(f"{phase}: {done:,} of {total:,}", highlight=False)

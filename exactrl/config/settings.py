@@ -322,8 +322,8 @@ class RunConfig(Section):
     audit_every: Whole = Field(default=10, description="Steps between audits that score every sample again; 0 = never.")
     device: Literal["cpu", "cuda"] = Field(
         default="cpu",
-        description='Where rollout and trainer run: "cpu", or "cuda" (one Hopper GPU whose kernels '
-        "`exactrl certify` has certified for the model; bfloat16 only).",
+        description='Where rollout and trainer run: "cpu", or "cuda" (one Hopper GPU; with '
+        "contract.true_on_policy its kernels must be certified for the model: `exactrl certify`; bfloat16 only).",
     )
     out: Text = Field(default="runs/default", description="Run folder.")
     trackers: Annotated[

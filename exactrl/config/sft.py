@@ -66,8 +66,8 @@ class SftRunConfig(Section):
     keep_checkpoints: Count = Field(default=3, description="Newest checkpoints kept.")
     device: Literal["cpu", "cuda"] = Field(
         default="cpu",
-        description='Where the trainer runs: "cpu", or "cuda" (one Hopper GPU whose kernels `exactrl certify` has '
-        "certified for the model; bfloat16 only).",
+        description='Where the trainer runs: "cpu", or "cuda" (one Hopper GPU; with contract.true_on_policy its '
+        "kernels must be certified for the model: `exactrl certify`; bfloat16 only).",
     )
     out: Text = Field(default="runs/sft", description="Run folder.")
     seed: Seed = Field(default=0, description="Seed of data order.")

@@ -13,6 +13,7 @@ from exactrl.engine.scheduler import Chunk
 from exactrl.ops.interface import ModelOps
 from exactrl.ops.qkv import HeadShape
 from exactrl.ops.rows import row_positions
+from exactrl.ops.transfer import key_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +21,22 @@ class Batch:
     """T tokens of S chunks, R of which are followed by a sampled token.
 
     ids, positions   int64 [T]
+    sources          int64 [T]: where an id is pending (Chunk.source), else -1; None where none is
     rows             attention's view of them (interface.BatchRows)
     sample_rows      int64 [R]  rows whose hidden state is sampled from
     sample_positions int64 [R]  position the sampled token will have
     temperatures     float32 [R]
-    keys             uint64 [R]  noise keys
+    keys             int64 [R]  noise keys, the bits of the unsigned numbers
     """
 
     ids: torch.Tensor
+    sources: torch.Tensor | None
     positions: torch.Tensor
     rows: Any
     sample_rows: torch.Tensor
     sample_positions: torch.Tensor
     temperatures: torch.Tensor
-    keys: np.ndarray
+    keys: torch.Tensor
 
     @classmethod
     def build(cls, chunks: Sequence[Chunk], shape: HeadShape, ops: ModelOps) -> Batch:
@@ -44,19 +47,36 @@ class Batch:
         ids: list[int] = []
         for c in chunks:
             ids += c.seq.token_ids[c.start : c.start + c.num_tokens]
+            if c.source >= 0:
+                ids.append(0)
         positions = row_positions(starts, first)
-        sampling = [(i, c.seq) for i, c in enumerate(chunks) if c.samples]
-        last = starts[1:][[i for i, _ in sampling]] - 1
-        requests = [seq.request for _, seq in sampling]
+        sampling = [i for i, c in enumerate(chunks) if c.samples]
+        last = starts[1:][sampling] - 1
+        requests = [chunks[i].seq.request for i in sampling]
         return cls(
             ids=torch.tensor(ids, dtype=torch.int64),
+            sources=_sources(chunks, starts),
             positions=torch.from_numpy(positions),
             rows=ops.rows(starts, first, _tables(chunks), shape),
             sample_rows=torch.from_numpy(last),
-            sample_positions=torch.tensor([seq.num_tokens for _, seq in sampling], dtype=torch.int64),
+            sample_positions=torch.from_numpy(positions[last] + 1),
             temperatures=torch.tensor([r.params.temperature for r in requests], dtype=torch.float32),
-            keys=np.array([r.noise_key for r in requests], np.uint64),
+            keys=key_bits([r.noise_key for r in requests]),
         )
+
+    def known_ids(self, sampled: torch.Tensor) -> torch.Tensor:
+        """int64 [T]: ids, with those that are pending taken from `sampled`, the tokens of the step before."""
+        if self.sources is None:
+            return self.ids
+        return torch.where(self.sources < 0, self.ids, sampled[self.sources.clamp(min=0)])
+
+
+def _sources(chunks: Sequence[Chunk], starts: np.ndarray) -> torch.Tensor | None:
+    if all(c.source < 0 for c in chunks):
+        return None
+    sources = np.full(starts[-1], -1, np.int64)
+    sources[starts[1:] - 1] = [c.source for c in chunks]
+    return torch.from_numpy(sources)
 
 
 def _tables(chunks: Sequence[Chunk]) -> np.ndarray:

@@ -5,25 +5,33 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
 from exactrl.engine.allocator import BlockAllocator, FreeOrder
-from exactrl.engine.batch import Batch
-from exactrl.engine.scheduler import Scheduler
+from exactrl.engine.decode_graphs import DecodeGraphs
+from exactrl.engine.results import Computed, Results
+from exactrl.engine.runner import Runner
+from exactrl.engine.scheduler import Chunk, Scheduler
 from exactrl.engine.sequence import Sequence as Generation
 from exactrl.errors import EnvironmentProblem, ModelError, NonFiniteError, RequestError
-from exactrl.model.attention_state import paged_state
+from exactrl.model.attention_state import CacheState, paged_state
 from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, load_weights
 from exactrl.ops.cpu.jit import require_denormals
-from exactrl.ops.transfer import on_device
 from exactrl.types import Completion, EngineStats, Request
 
-KV_SHARE_OF_MEMORY = 0.4  # of the memory free at start, where kv_tokens is 0
+if TYPE_CHECKING:
+    from exactrl.ops.cuda.binding import CudaOps
+
+KV_SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.85}
+"""Of the memory that is free at start, where kv_tokens is 0. A GPU's rest is for activations and graphs: while a
+trainer works on the same GPU the cache sleeps."""
 
 
 class Engine:
@@ -32,6 +40,9 @@ class Engine:
     max_concurrent   sequences decoded together       }
     kv_tokens        size of the KV cache; 0: what fits } none of these changes a bit of any completion
     chunk_tokens     tokens computed per step          }
+    overlap          a step is prepared and launched while the one before is computed; default: on a GPU }
+    cuda_graphs      on a GPU, decode steps are captured once and replayed                                } nor do these
+    reserve_bytes    memory that others will take while the engine generates (where kv_tokens is 0)
     max_model_tokens prompt + response limit; default: the model's own
     block_order      order of free KV blocks, and a seed for "shuffled" (parity checks)
     see              shown every op's output and may replace it (parity checks); "rows" are (arrival number, position)
@@ -49,6 +60,9 @@ class Engine:
         block_order: FreeOrder = "fifo",
         block_seed: int = 0,
         see: Probe | None = None,
+        overlap: bool | None = None,
+        cuda_graphs: bool = True,
+        reserve_bytes: int = 0,
     ) -> None:
         """Raises ConfigError for a limit that allows nothing, EnvironmentProblem where denormals are flushed."""
         if model.ops.device.type == "cpu":
@@ -56,7 +70,9 @@ class Engine:
         page = model.ops.page_size
         self.model, self.weight_version = model, 0
         limit = max_model_tokens or model.config.max_positions
-        num_blocks = -(-kv_tokens // page) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit)
+        num_blocks = (
+            -(-kv_tokens // page) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit, reserve_bytes)
+        )
         _require_memory(num_blocks * _block_bytes(model), kv_tokens, model.ops.device)
         self.allocator = BlockAllocator(
             num_blocks,
@@ -69,9 +85,50 @@ class Engine:
         self.scheduler = Scheduler(
             self.allocator, max_concurrent=max_concurrent, chunk_tokens=chunk_tokens, max_model_tokens=limit
         )
-        self.cache = paged_state(model.ops, model.config.num_layers, num_blocks, model.shape, model.dtype)
-        self.see: Probe = see or unchanged
+        on_gpu = model.ops.device.type == "cuda"
+        self.overlap = on_gpu if overlap is None else overlap
+        self._graphs = on_gpu and cuda_graphs and cast("CudaOps", model.ops).decodes_in_graphs(model.shape)
+        self._launched: deque[tuple[list[Chunk], Computed]] = deque()
+        self._see: Probe = see or unchanged
+        self._runner: Runner | None = None
         self._weights_whole = True
+
+    @property
+    def see(self) -> Probe:
+        """The probe. Where there is one, steps run op by op and one after the other."""
+        return self._see
+
+    @see.setter
+    def see(self, value: Probe) -> None:
+        self._see = self.runner.see = value
+
+    @property
+    def runner(self) -> Runner:
+        """Cache and graphs, made when they are first needed, after a `sleep` anew."""
+        if self._runner is None:
+            model, limit, blocks = self.model, self.scheduler.max_model_tokens, self.allocator.num_blocks
+            cache = paged_state(model.ops, model.config.num_layers, blocks, model.shape, model.dtype)
+            results = Results(self.scheduler.max_concurrent, model.ops.device)
+            graphs = DecodeGraphs(model, cache, results, limit) if self._graphs else None
+            self._runner = Runner(model, cache, results, self._see, graphs)
+        return self._runner
+
+    @property
+    def cache(self) -> CacheState:
+        return self.runner.cache
+
+    def sleep(self) -> None:
+        """On a GPU, gives back the memory of KV cache and graphs; what comes next takes it again. Forgets the prefix
+        cache. Raises RequestError while sequences are being generated."""
+        if self.model.ops.device.type == "cuda":
+            self._drop_runner()
+            torch.cuda.empty_cache()
+
+    def _drop_runner(self) -> None:
+        if self.scheduler.has_work:
+            raise RequestError("the engine cannot sleep while sequences are being generated")
+        self.allocator.reset(self._root())
+        self._runner = None
 
     @property
     def stats(self) -> EngineStats:
@@ -91,39 +148,56 @@ class Engine:
         position, when a sampled logprob is not finite. After any exception the engine is empty and usable again.
         Raises ModelError while the weights are half old, half new: after a load_weights that failed.
         """
+        sequences: list[Generation] = []
+        finished = 0
+        with _garbage_collection_paused():
+            for step in self._steps(requests, sequences):
+                finished += len(step)
+                if on_progress:
+                    on_progress(finished, len(requests))
+        return [self._completion(s) for s in sequences]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Completion]]:
+        """(number of the request, its completion), in the order in which they finish. Raises as `generate`, once the
+        first is asked for. Closed early, it gives up the rest; the engine is then empty and usable."""
+        sequences: list[Generation] = []
+        steps = self._steps(requests, sequences)
+        number: dict[Generation, int] = {}
+        try:
+            while True:
+                with _garbage_collection_paused():
+                    finished = next(steps, None)
+                if finished is None:
+                    return
+                number = number or {seq: i for i, seq in enumerate(sequences)}
+                for seq in finished:
+                    yield number[seq], self._completion(seq)
+        finally:
+            steps.close()
+
+    def _steps(self, requests: Sequence[Request], sequences: list[Generation]) -> Generator[list[Generation]]:
+        """Fills `sequences`, then yields what each step finished. Leaves the engine empty, however it ends."""
         if not self._weights_whole:
             raise ModelError("the last load_weights failed half-way; load complete weights before generating")
         try:
-            sequences = [self.scheduler.add(self._valid(r)) for r in requests]
-            longest = max((s.max_tokens for s in sequences), default=0)
-            self.model.reserve_positions(longest)
-            finished = 0
-            with _garbage_collection_paused():
-                while self.scheduler.has_work:
-                    finished += len(self.step())
-                    if on_progress:
-                        on_progress(finished, len(requests))
+            sequences += [self.scheduler.add(self._valid(r)) for r in requests]
+            self.model.reserve_positions(max((s.max_tokens for s in sequences), default=0))
+            while self.scheduler.has_work:
+                yield self.step()
         except BaseException:
             self.scheduler.abort_all()
+            self._launched.clear()
             raise
-        return [self._completion(s) for s in sequences]
 
     @torch.no_grad()
     def step(self) -> list[Generation]:
-        """Computes one batch and returns the sequences it finished."""
-        chunks = self.scheduler.schedule()
-        ops = self.model.ops
-        batch = on_device(Batch.build(chunks, self.model.shape, ops), ops.device)
-        self.cache.rows = batch.rows
-        if self.see is not unchanged:
-            self.see("rows", batch.rows.owners(torch.tensor([c.seq.index for c in chunks])))
-        hidden = self.model(batch.ids, batch.positions, self.cache, self.see)
-        predicting = hidden[self.see("predicting", batch.sample_rows)]
-        tokens, logprobs = ops.sample(
-            predicting, self.model.head, batch.temperatures, batch.keys, batch.sample_positions
-        )
-        tokens, logprobs = self.see("sample", tokens), self.see("logprob", logprobs)
-        sampled = list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        """Launches the next step, then books the earliest that was launched; returns the sequences that it finished."""
+        if chunks := self.scheduler.schedule():
+            self._launched.append((chunks, self.runner.launch(chunks)))
+            if self.overlap and len(self._launched) == 1 and self.see is unchanged:
+                return []
+        chunks, computed = self._launched.popleft()
+        sampled = computed.wait()
         self._check_finite(sampled, [c.seq for c in chunks if c.samples])
         return self.scheduler.update(chunks, sampled)
 
@@ -165,7 +239,7 @@ class Engine:
 
     def _check_finite(self, sampled: list[tuple[int, float]], sequences: list[Generation]) -> None:
         for (token, logprob), seq in zip(sampled, sequences, strict=True):
-            if token < 0 or not math.isfinite(logprob):
+            if (token < 0 or not math.isfinite(logprob)) and seq.finish_reason is None:
                 raise NonFiniteError(
                     f"request {seq.request.id!r}: logprob {logprob} at position {seq.num_tokens}; the model's logits "
                     f"are not finite there (weight version {self.weight_version})"
@@ -197,8 +271,9 @@ def _block_bytes(model: Qwen3) -> int:
     return model.ops.page_size * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
 
 
-def _blocks_that_fit(model: Qwen3, wanted_tokens: int) -> int:
-    fitting = int(_free_memory(model.ops.device) * KV_SHARE_OF_MEMORY) // _block_bytes(model)
+def _blocks_that_fit(model: Qwen3, wanted_tokens: int, reserve_bytes: int) -> int:
+    free = _free_memory(model.ops.device) - reserve_bytes
+    fitting = int(free * KV_SHARE_OF_MEMORY[model.ops.device.type]) // _block_bytes(model)
     return max(1, min(-(-wanted_tokens // model.ops.page_size), fitting))
 
 

@@ -8,6 +8,11 @@ so a victim has never been scheduled in the step that preempts it.
 Progress: the first arrival can take the blocks of all others and `add` refused it if it did not fit alone, so each step
 computes at least one of its tokens. A later sequence that finds no block keeps what it has and waits: it computes
 nothing in that step, and loses its blocks only when an earlier sequence needs them.
+
+Looking ahead: `schedule` may be called once more before the `update` of the step that is being computed, so that the
+host prepares a step while the device computes the one before. A token that step samples counts as there, its value
+pending: the engine hands it on where it was sampled. What the value then ends (a stop token) or what a preemption took
+the blocks of is computed in vain, and `update` books nothing for it but a preempted sequence's own sampled token.
 """
 
 from __future__ import annotations
@@ -24,16 +29,23 @@ from exactrl.types import EngineStats, Request
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Tokens start … start + num_tokens - 1 of `seq`; with `samples`, the last row's logits give the next token."""
+    """Tokens start … start + num_tokens - 1 of `seq`; with `samples`, the last row's logits give the next token.
+
+    source       where the last of these tokens is pending: number of the sample of the step before; otherwise -1
+    admission    how often the sequence had been preempted: its blocks are those of this chunk as long as that stands
+    """
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: bool
+    source: int = -1
+    admission: int = 0
 
 
 class Scheduler:
     """Owns all sequences of an engine. Call `schedule`, compute the chunks, call `update`; repeat while `has_work`.
+    Two steps may be scheduled before the first of them is updated.
 
     max_concurrent    running sequences
     chunk_tokens      tokens computed per step
@@ -60,12 +72,12 @@ class Scheduler:
         self._ids: set[str] = set()
         self._num_arrived = 0
         self._block_shift = allocator.block_tokens.bit_length() - 1
-        self._in_flight: list[Chunk] | None = None
+        self._in_flight: deque[list[Chunk]] = deque()
         self._starved = False  # waiting[0] did not fit, and no block has been given back since
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self._in_flight)
 
     def add(self, request: Request) -> Sequence:
         """Appends a request to the waiting queue. Raises RequestError for one that can never be served."""
@@ -77,48 +89,58 @@ class Scheduler:
         return seq
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, in arrival order; empty only without work. Takes the blocks they will fill.
+        """The chunks of the next step, in arrival order. Takes the blocks they will fill. Empty only without work, or
+        where all that is left waits for the step that is being computed.
 
         O(running) plus O(prompt) for each admission tried; a head of the queue that does not fit is not tried again
         until some sequence has given blocks back.
         """
-        assert self._in_flight is None, "schedule() before update() of the last step"
+        assert len(self._in_flight) < 2, "schedule() with two steps that were not updated"
         chunks: list[Chunk] = []
         preemptions = self.stats.preemptions
         budget = self._schedule_running(chunks)
         # Blocks that a preemption has just freed belong to the earlier sequences: admit nobody in the same step.
         if self.waiting and not self._starved and self.stats.preemptions == preemptions:
             self._admit(chunks, budget)
-        assert chunks or not self.has_work, f"no progress: {self.running=}, {self.waiting=}"
-        self.stats.steps += bool(chunks)
+        assert chunks or self._in_flight or not self.has_work, f"no progress: {self.running=}, {self.waiting=}"
+        if not chunks:
+            return chunks
+        self._issue(chunks)
+        self.stats.steps += 1
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
-        self._in_flight = chunks
+        self._in_flight.append(chunks)
         return chunks
 
     def update(self, chunks: list[Chunk], sampled: SequenceOf[tuple[int, float]]) -> list[Sequence]:
-        """Books a computed step; returns the sequences that it finished (their blocks are released).
+        """Books the earliest scheduled step, now computed; returns the sequences that it finished (their blocks are
+        released).
 
         `chunks` is the list that `schedule` returned; `sampled` has one (token id, logprob) per chunk that samples.
         """
-        assert chunks is self._in_flight, "update() with chunks that schedule() did not return last"
+        assert self._in_flight, "update() without schedule()"
+        assert chunks is self._in_flight[0], "update() with chunks that are not those of the earliest step"
         num_samples = sum([chunk.samples for chunk in chunks])
         assert num_samples == len(sampled), f"{len(sampled)} sampled tokens for {num_samples} chunks that sample"
-        self._in_flight = None
-        self.stats.generated_tokens += num_samples
+        self._in_flight.popleft()
         shift = self._block_shift
         finished: list[Sequence] = []
         samples = iter(sampled)
         for chunk in chunks:
             seq, start = chunk.seq, chunk.start
-            seq.num_computed = end = start + chunk.num_tokens
-            if start < seq.num_prompt or start < seq.num_seen:
-                self._count_prefill(seq, start, end)
-            if start >> shift != end >> shift:
-                self._publish(seq, start >> shift, end >> shift)
+            if seq.finish_reason is not None:  # by the step before: computed in vain
+                if chunk.samples:
+                    next(samples)
+                continue
+            if chunk.admission == seq.num_preemptions:
+                seq.num_computed = end = start + chunk.num_tokens
+                if start >> shift != end >> shift:
+                    self._publish(seq, start >> shift, end >> shift)
             if chunk.samples:
+                seq.num_pending -= 1
                 token, logprob = next(samples)
                 seq.token_ids.append(token)
                 seq.logprobs.append(logprob)
+                self.stats.generated_tokens += 1
                 if token in seq.stop_token_ids:
                     seq.finish_reason = "stop"
                 elif len(seq.token_ids) == seq.max_tokens:
@@ -140,7 +162,7 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         self._ids.clear()
-        self._in_flight = None
+        self._in_flight.clear()
 
     def check_invariants(self) -> None:
         """Asserts that sequences, queues and blocks agree. O(everything): for tests."""
@@ -152,9 +174,10 @@ class Scheduler:
         for seq in everyone:
             assert seq.finish_reason is None, seq
             assert seq.num_generated == len(seq.logprobs) < seq.request.params.max_new_tokens, seq
-            assert seq.num_computed < seq.num_tokens, seq
-            assert seq.num_computed <= len(seq.block_ids) * self.allocator.block_tokens, seq
-        assert not any(seq.block_ids or seq.num_computed for seq in self.waiting)
+            assert seq.num_computed <= seq.num_issued < seq.num_ahead <= seq.max_tokens, seq
+            assert seq.num_pending <= len(self._in_flight), seq
+            assert seq.num_issued <= len(seq.block_ids) * self.allocator.block_tokens, seq
+        assert not any(seq.block_ids or seq.num_issued for seq in self.waiting)
         self.allocator.check_invariants(seq.block_ids for seq in self.running)
 
     def require_servable(self, request: Request) -> None:
@@ -184,15 +207,17 @@ class Scheduler:
         budget = self.chunk_tokens
         shift = self._block_shift
         for seq in self.running:  # a preemption pops the end of this list, behind the iterator's position
-            start, num_known = seq.num_computed, len(seq.token_ids)
-            num_tokens = num_known - start
+            start, num_ahead = seq.num_issued, len(seq.token_ids) + seq.num_pending
+            if num_ahead == seq.max_tokens:  # its last token is pending, and is never computed
+                continue
+            num_tokens = num_ahead - start
             if num_tokens > budget:
                 num_tokens = budget
             if start + num_tokens > len(seq.block_ids) << shift:
                 num_tokens = self._grow(seq, num_tokens)
                 if not num_tokens:
                     break
-            chunks.append(Chunk(seq, start, num_tokens, start + num_tokens == num_known))
+            chunks.append(Chunk(seq, start, num_tokens, start + num_tokens == num_ahead))
             budget -= num_tokens
             if not budget:
                 break
@@ -207,6 +232,7 @@ class Scheduler:
         allocator, shift = self.allocator, self._block_shift
         while budget and self.waiting and len(self.running) < self.max_concurrent:
             seq = self.waiting[0]
+            assert not seq.num_pending, f"admitted with a pending token: {seq}"
             matched = allocator.match_prefix(seq.token_ids)
             num_needed = ((seq.num_tokens - 1) >> shift) + 1 - len(matched)
             if num_needed > allocator.num_free_after(matched):
@@ -214,23 +240,39 @@ class Scheduler:
                 return
             self.running.append(self.waiting.popleft())
             self._take_cached(seq, matched)
-            num_tokens = self._grow(seq, min(budget, seq.num_tokens - seq.num_computed))
-            end = seq.num_computed + num_tokens
-            chunks.append(Chunk(seq, seq.num_computed, num_tokens, end == seq.num_tokens))
+            num_tokens = self._grow(seq, min(budget, seq.num_tokens - seq.num_issued))
+            end = seq.num_issued + num_tokens
+            chunks.append(Chunk(seq, seq.num_issued, num_tokens, end == seq.num_tokens))
             budget -= num_tokens
+
+    def _issue(self, chunks: list[Chunk]) -> None:
+        """Books what is certain of a step before it is computed."""
+        num_samples = 0
+        for chunk in chunks:
+            seq, start = chunk.seq, chunk.start
+            chunk.admission = seq.num_preemptions
+            if start < seq.num_prompt or start < seq.num_seen:
+                self._count_prefill(seq, start, start + chunk.num_tokens)
+            seq.num_issued = start + chunk.num_tokens
+            if seq.num_issued > len(seq.token_ids):
+                chunk.source = seq.pending_sample
+            if chunk.samples:
+                seq.num_pending += 1
+                seq.pending_sample = num_samples
+                num_samples += 1
 
     def _take_cached(self, seq: Sequence, matched: list[int]) -> None:
         self.allocator.acquire(matched)
         seq.block_ids = matched
         seq.node = self.allocator.node_of(matched)
-        seq.num_computed = len(matched) << self._block_shift
+        seq.num_computed = seq.num_issued = len(matched) << self._block_shift
         if not seq.num_preemptions:
             seq.num_cached = seq.num_computed
         self.stats.cached_tokens += max(0, seq.num_computed - seq.num_seen)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> int:
         """Takes blocks for `num_tokens` more tokens, preempting later arrivals; returns how many tokens have room."""
-        wanted = ((seq.num_computed + num_tokens - 1) >> self._block_shift) + 1
+        wanted = ((seq.num_issued + num_tokens - 1) >> self._block_shift) + 1
         while len(seq.block_ids) < wanted:
             block = self.allocator.allocate()
             if block is not None:
@@ -238,7 +280,7 @@ class Scheduler:
             elif self.running[-1] is not seq:
                 self._preempt_last()
             else:
-                return min(num_tokens, (len(seq.block_ids) << self._block_shift) - seq.num_computed)
+                return min(num_tokens, (len(seq.block_ids) << self._block_shift) - seq.num_issued)
         return num_tokens
 
     def _preempt_last(self) -> None:
@@ -252,8 +294,8 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.allocator.release(seq.block_ids)
         seq.block_ids = []
-        seq.num_seen = max(seq.num_seen, seq.num_computed)
-        seq.num_computed = 0
+        seq.num_seen = max(seq.num_seen, seq.num_issued)
+        seq.num_computed = seq.num_issued = 0
         self._starved = False
 
     def _retire(self, finished: list[Sequence]) -> None:
@@ -261,6 +303,9 @@ class Scheduler:
             self._release(seq)
             self._ids.remove(seq.request.id)
         self.running = [seq for seq in self.running if seq.finish_reason is None]
+        for seq in finished:
+            if seq.num_preemptions and seq in self.waiting:  # preempted while its last token was being sampled
+                self.waiting.remove(seq)
 
     def _publish(self, seq: Sequence, first: int, last: int) -> None:
         """Caches blocks first … last - 1, which the step has filled."""

@@ -12,6 +12,9 @@ class Sequence:
     token_ids         prompt + generated tokens
     num_prompt        tokens of the prompt
     num_computed      leading tokens whose KV is in the cache
+    num_issued        leading tokens whose KV is in the cache or being computed
+    num_pending       sampled tokens whose value is not known yet
+    pending_sample    number of the last of them among the samples of its step
     block_ids         block table: token t lives in block_ids[t // block_tokens], slot t % block_tokens
     node              prefix-cache node of the last full block (BlockAllocator.publish)
     num_cached        prompt tokens taken from the prefix cache at the first admission
@@ -29,9 +32,12 @@ class Sequence:
         "node",
         "num_cached",
         "num_computed",
+        "num_issued",
+        "num_pending",
         "num_preemptions",
         "num_prompt",
         "num_seen",
+        "pending_sample",
         "request",
         "stop_token_ids",
         "token_ids",
@@ -45,6 +51,9 @@ class Sequence:
         self.max_tokens = self.num_prompt + request.params.max_new_tokens
         self.stop_token_ids = frozenset(request.params.stop_token_ids)
         self.num_computed = 0
+        self.num_issued = 0
+        self.num_pending = 0
+        self.pending_sample = 0
         self.block_ids: list[int] = []
         self.node = 0
         self.num_cached = 0
@@ -56,6 +65,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens once all that are being sampled are known."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_generated(self) -> int:

@@ -131,11 +131,13 @@ def check_command(config: Config) -> str:
     return f"exactrl check {config.model.path} --dtype {config.model.dtype}{extra}"
 
 
-def build_engine(config: Config, folder: Path) -> NativeEngine:
+def build_engine(config: Config, folder: Path, reserve_bytes: int = 0) -> NativeEngine:
+    """`reserve_bytes`: of the memory now free, what the trainer takes later and keeps."""
     r = config.rollout
     model = load_model(folder, ops_of(config, folder), DTYPES[config.model.dtype], trainable=False)
     return NativeEngine(
         model, max_concurrent=r.max_concurrent, kv_tokens=r.kv_tokens, chunk_tokens=r.chunk_tokens,
+        reserve_bytes=reserve_bytes,
         max_model_tokens=min(model.config.max_positions, config.data.max_prompt_tokens + r.max_new_tokens),
     )  # fmt: skip
 
@@ -163,6 +165,12 @@ def optimizer_settings(t: OptimizerConfig, steps: int) -> dict[str, Any]:
         "lr": t.lr, "lr_at": lr_at, "betas": t.betas, "weight_decay": t.weight_decay, "grad_clip": t.grad_clip,
         "max_tokens_per_microbatch": t.max_tokens_per_microbatch,
     }  # fmt: skip
+
+
+def optimizer_bytes(trainer: Trainer) -> int:
+    """Both moments of every parameter in fp32, which the first update sets up; gradients come while the engine
+    sleeps."""
+    return 8 * sum(p.numel() for p in trainer.parameters)
 
 
 def build_reference(config: Config, policy: Qwen3) -> Qwen3:

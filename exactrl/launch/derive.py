@@ -13,6 +13,8 @@ from exactrl.rl.environment import environment
 
 
 def _kernels(device: str, exact: bool) -> str:
+    if device == "cuda" and not exact:
+        return "plain: cuBLAS as it comes, Flash Attention 3 where installed, exact-v1 kernels for the rest"
     if device == "cuda":
         return "exact-v1 kernel, linears and attention as certified on this machine"
     return "exact-v1 numba kernel" if exact else "plain torch"

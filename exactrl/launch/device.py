@@ -15,8 +15,8 @@ from exactrl.ops.interface import ModelOps
 def make_ops(device: str, contract: Contract, true_on_policy: bool, dtype: str, model: ModelConfig) -> ModelOps:
     """The ops for a model in `dtype` on "cpu" or "cuda".
 
-    Raises EnvironmentProblem without a GPU that has kernels, CertificationError where this machine's kernels are not
-    certified for the model's shapes, ConfigError for what the GPU contract does not have.
+    Raises EnvironmentProblem without a GPU that has kernels, ConfigError for what the GPU contract does not have, and
+    with `true_on_policy` CertificationError where this machine's kernels are not certified for the model's shapes.
     """
     if device == "cpu":
         return Ops(contract, true_on_policy)
@@ -24,9 +24,11 @@ def make_ops(device: str, contract: Contract, true_on_policy: bool, dtype: str, 
         raise ConfigError(
             f"on the GPU the contract is defined for bfloat16 models, not {dtype}; use bfloat16, or the device cpu"
         )
-    if not true_on_policy:
-        raise ConfigError("on the GPU only the exact kernels are built yet; leave true_on_policy on")
     require_gpu("device cuda", "use the device cpu")
+    if not true_on_policy:
+        from exactrl.ops.cuda.plain import plain_ops
+
+        return plain_ops(contract)
     from exactrl.ops.cuda.binding import certified_ops
     from exactrl.parity.certificate import attention_shapes, linear_shapes
 

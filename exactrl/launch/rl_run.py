@@ -42,7 +42,8 @@ def train(config: Config, events: Events | None = None, *, resume: bool = False)
     if checkpoint and checkpoint.step == config.run.steps:
         return _already_complete(config, path, events, begin)
     task, tokenizer, counts = build.build_task(config, folder)
-    engine, trainer = build.build_engine(config, folder), build.build_trainer(config, folder)
+    trainer = build.build_trainer(config, folder)
+    engine = build.build_engine(config, folder, build.optimizer_bytes(trainer))
     stop = tuple(config.rollout.stop_token_ids) or tokenizer.eos_ids
     build.require_stop_tokens(config, engine.model.config.vocab_size)
     settings = build.loop_plan(config, stop)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from exactrl.contract import get_contract, noise_key
@@ -13,7 +14,7 @@ from exactrl.launch.device import make_ops
 from exactrl.launch.events import Progress
 from exactrl.model.config import find_model, read_config
 from exactrl.model.folder import load_model
-from exactrl.tasks.tokenizer import eos_ids, load_tokenizer
+from exactrl.tasks.tokenizer import Tokenizer, eos_ids, load_tokenizer
 from exactrl.types import Completion, Request, SamplingParams
 
 
@@ -52,6 +53,17 @@ class Engine(NativeEngine):
         seed: int = 0,
     ) -> list[Completion]:
         """Completions in order. Prompts are text, token ids (both need `params`), or whole Requests."""
+        return super().generate(self._requests(prompts, params, seed), on_progress)
+
+    def stream(
+        self, prompts: Sequence[Request | str | Sequence[int]], params: SamplingParams | None = None, *, seed: int = 0
+    ) -> Iterator[tuple[int, Completion]]:
+        """(number of the prompt, its completion) as they finish; otherwise as `generate`."""
+        return super().stream(self._requests(prompts, params, seed))
+
+    def _requests(
+        self, prompts: Sequence[Request | str | Sequence[int]], params: SamplingParams | None, seed: int
+    ) -> list[Request]:
         requests = []
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, Request):
@@ -63,7 +75,7 @@ class Engine(NativeEngine):
             sampling = SamplingParams(params.max_new_tokens, params.temperature, stop)
             key = noise_key(seed, "generate", 0, 0, str(i), 0)
             requests.append(Request(str(i), self.encode(prompt), sampling, key))
-        return super().generate(requests, on_progress)
+        return requests
 
 
 def generate(
@@ -81,9 +93,10 @@ def generate(
     true_on_policy: bool,
     device: str = "cpu",
     on_progress: Progress,
-) -> list[dict[str, Any]]:
-    """Rows of `exactrl generate`, prompt-major: id, sample, token_ids, text (None without tokenizer), logprobs
-    (float32 array), finish_reason. max_concurrent, kv_tokens and chunk_tokens change no bit."""
+) -> Iterator[dict[str, Any]]:
+    """Rows of `exactrl generate`, prompt-major, each as soon as it and all before it are there: id, sample, token_ids,
+    text (None without tokenizer), logprobs (float32 array), finish_reason. max_concurrent, kv_tokens and chunk_tokens
+    change no bit."""
     engine = Engine(
         model, dtype=dtype, true_on_policy=true_on_policy, device=device, max_concurrent=max_concurrent,
         kv_tokens=kv_tokens, chunk_tokens=chunk_tokens,
@@ -93,13 +106,21 @@ def generate(
     requests = [
         Request(f"{name}#{i}", ids, params, noise_key(seed, "generate", 0, 0, name, i)) for name, i, ids in order
     ]
-    completions = engine.generate(requests, None, lambda done, total: on_progress("generate", done, total))
-    tokenizer = engine.tokenizer
-    return [
-        {
-            "id": name, "sample": i, "token_ids": c.token_ids,
-            "text": tokenizer.decode_response(c.token_ids) if tokenizer else None,
-            "logprobs": c.logprobs, "finish_reason": c.finish_reason,
-        }
-        for (name, i, _), c in zip(order, completions, strict=True)
-    ]  # fmt: skip
+    begin, tokens, next_row = time.perf_counter(), 0, 0
+    found: dict[int, Completion] = {}
+    on_progress("generate", 0, len(order))
+    for done, (i, completion) in enumerate(engine.stream(requests), 1):
+        found[i] = completion
+        tokens += len(completion.token_ids)
+        on_progress(f"generate, {tokens / (time.perf_counter() - begin):,.0f} tokens/s", done, len(order))
+        while next_row in found:
+            yield _row(engine.tokenizer, *order[next_row][:2], found.pop(next_row))
+            next_row += 1
+
+
+def _row(tokenizer: Tokenizer | None, name: str, sample: int, c: Completion) -> dict[str, Any]:
+    return {
+        "id": name, "sample": sample, "token_ids": c.token_ids,
+        "text": tokenizer.decode_response(c.token_ids) if tokenizer else None,
+        "logprobs": c.logprobs, "finish_reason": c.finish_reason,
+    }  # fmt: skip

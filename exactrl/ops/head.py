@@ -103,19 +103,20 @@ class _NoContext:
 def sample_exact(hidden: torch.Tensor, weight: Weight, temperatures, keys, positions, contract: Contract):
     """One token per row.
 
-    hidden [R, K]; temperatures float32 [R] (0: greedy, logprob at temperature 1); keys uint64 [R] (numpy); positions
-    int64 [R]: the position the sampled token will have. Returns (tokens int64 [R], logprobs float32 [R]); token -1
-    where a row holds no logit above -inf.
+    hidden [R, K]; temperatures float32 [R] (0: greedy, logprob at temperature 1); keys int64 [R]: noise keys, the bits
+    of the unsigned numbers; positions int64 [R]: the position the sampled token will have. Returns (tokens int64 [R],
+    logprobs float32 [R]); token -1 where a row holds no logit above -inf.
     """
     rows, vocab = hidden.shape[0], weight.shape[0]
     _check_temperatures(temperatures)
+    noise = keys.numpy().view(np.uint64)
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     size = _chunk_rows(weight)
     for a in range(0, rows, size):
         b = min(rows, a + size)
         logits = product(hidden[a:b], weight, torch.float32)
         args = (
-            jit.flat(logits), jit.flat(temperatures[a:b]), keys[a:b], jit.flat(positions[a:b]), jit.flat(tokens[a:b]),
+            jit.flat(logits), jit.flat(temperatures[a:b]), noise[a:b], jit.flat(positions[a:b]), jit.flat(tokens[a:b]),
             jit.flat(logprobs[a:b]), vocab, contract.vocab_block,
         )  # fmt: skip
         jit.run(kernels.sample_range, kernels.sample_parallel, b - a, (b - a) * vocab * 96.0, args)
@@ -128,7 +129,7 @@ def sample_plain(hidden: torch.Tensor, weight: Weight, temperatures, keys, posit
     greedy = temperatures == 0
     logits = logits / torch.where(greedy, 1.0, temperatures)[:, None]
     noise = torch.empty(logits.shape)
-    args = (keys, jit.flat(positions), jit.flat(noise), logits.shape[1])
+    args = (keys.numpy().view(np.uint64), jit.flat(positions), jit.flat(noise), logits.shape[1])
     jit.run(kernels.noise_range, kernels.noise_parallel, len(keys), logits.numel() * 48.0, args)
     tokens = torch.where(greedy[:, None], logits, logits + noise).argmax(-1)
     return tokens, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]

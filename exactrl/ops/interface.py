@@ -65,7 +65,7 @@ class ModelOps(Protocol):
         self, hidden: torch.Tensor, weight: Weight, targets: torch.Tensor, temperatures: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     def sample(
-        self, hidden: torch.Tensor, weight: Weight, temperatures: torch.Tensor, keys: np.ndarray,
+        self, hidden: torch.Tensor, weight: Weight, temperatures: torch.Tensor, keys: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 

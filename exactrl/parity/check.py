@@ -44,7 +44,9 @@ RUNGS: dict[str, Callable[[Subject, Tally], None]] = {
     "preemption": engine_rungs.preemption,
     "paging_order": engine_rungs.paging_order,
     "nan_cache": engine_rungs.nan_cache,
+    "overlap": engine_rungs.overlap,
     "threads": engine_rungs.threads,
+    "cuda_graphs": engine_rungs.cuda_graphs,
     "reference_kernels": engine_rungs.reference_kernels,
     "microbatch_split": trainer_rungs.microbatch_split,
     "engine_vs_trainer_ops": trainer_rungs.engine_vs_trainer_ops,
@@ -54,8 +56,8 @@ RUNGS: dict[str, Callable[[Subject, Tally], None]] = {
     "after_update": trainer_rungs.after_update,
     "trajectory_twice": trainer_rungs.trajectory_twice,
 }
-ON_ONE_BACKEND = {"threads": "cpu", "reference_kernels": "cuda"}
-"""Rungs about the kernels of one backend: no part of the ladder on the other."""
+ON_ONE_BACKEND = {"threads": "cpu", "cuda_graphs": "cuda", "reference_kernels": "cuda"}
+"""Rungs about what one backend has: no part of the ladder on the other."""
 
 
 def rungs_on(backend: str) -> list[str]:

@@ -66,6 +66,32 @@ def nan_cache(subject: Subject, tally: Tally) -> None:
         tally.trajectories(engine.generate(subject.requests), subject.baseline, f"cache filled with {value}")
 
 
+def overlap(subject: Subject, tally: Tally) -> None:
+    """Steps one after the other, and each launched before the one before is known; with few blocks, too."""
+    page = subject.rollout_model.ops.page_size
+    longest = max(len(r.token_ids) + r.params.max_new_tokens for r in subject.requests)
+    for on in (False, True):
+        for limits in ({}, {"kv_tokens": longest + page, "max_concurrent": 5}):
+            engine = subject.make_engine(overlap=on, **limits)
+            tally.trajectories(engine.generate(subject.requests), subject.baseline, f"overlap {on}, {limits}")
+
+
+def cuda_graphs(subject: Subject, tally: Tally) -> None:
+    """Decode steps op by op, and replayed from graphs at other numbers of sequences than those captured for."""
+    if subject.make_engine().runner.graphs is None:
+        tally.skipped = "no attention kernel that a graph can hold is certified for this model"
+        return
+    for graphs, overlaps in ((False, False), (False, True), (True, False)):
+        engine = subject.make_engine(cuda_graphs=graphs, overlap=overlaps)
+        tally.trajectories(engine.generate(subject.requests), subject.baseline, f"graphs {graphs}, overlap {overlaps}")
+    engine = subject.make_engine(max_concurrent=7)
+    engine.cache.fill(float("nan"))
+    for what in ("captured", "replayed"):
+        tally.trajectories(engine.generate(subject.requests), subject.baseline, what)
+    assert engine.runner.graphs is not None
+    tally.require(engine.runner.graphs.num_captured > 0, "no graph was captured")
+
+
 def threads(subject: Subject, tally: Tally) -> None:
     """Every kernel on one thread, and every kernel split over two whatever its size."""
     if subject.rollout_model.ops.device.type != "cpu":

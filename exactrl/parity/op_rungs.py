@@ -107,7 +107,7 @@ def sample(subject: Subject, tally: Tally) -> None:
     keys = torch.arange(1, ROWS + 1, device=x.device) * 7919
 
     def draw(x: torch.Tensor, t: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
-        return list(model.ops.sample(x, model.head, t, keys.cpu().numpy().astype(np.uint64), positions))
+        return list(model.ops.sample(x, model.head, t, keys, positions))
 
     for i, name in enumerate(("token", "logprob")):
         _rows(tally, name, lambda *inputs, i=i: draw(*inputs)[i], x, t, keys, positions)

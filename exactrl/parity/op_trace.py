@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from exactrl.model.qwen3 import Probe, Qwen3
+from exactrl.ops.transfer import key_bits
 from exactrl.parity.compare import differing
 from exactrl.types import Completion, Request, Sample
 
@@ -77,7 +78,7 @@ class TrainerTrace(Trace):
         hidden = self.ops["norm"][-1][1][self._predicting]
         requests = [self.requests[i] for i in self._rows[:, 0].tolist()]
         temperatures = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32).to(hidden.device)
-        keys = np.array([r.noise_key for r in requests], np.uint64)
+        keys = key_bits([r.noise_key for r in requests]).to(hidden.device)
         return self.model.ops.sample(
             hidden, self.model.head, temperatures, keys, (self._rows[:, 1] + 1).to(hidden.device)
         )[0]

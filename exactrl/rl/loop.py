@@ -100,6 +100,7 @@ def run(
         judge.begin(found.samples + found.discarded_samples)
         metrics = rollout_metrics(found, engine.stats)
         clock.lap("perf/rollout_time")
+        engine.sleep()
         metrics |= score_reference(plan, trainer, found.samples)
         set_advantages(found.groups, algorithm, plan.shaping)
         metrics |= loss_metrics(plan, found)

@@ -35,7 +35,7 @@ def test_help_has_an_example(run, args):
 
 
 def test_only_commands_that_exist_are_listed(run):
-    for missing in ("bisect", "bench"):
+    for missing in ("bisect",):
         assert missing not in run("--help").out
         assert run(missing).code == 2
 

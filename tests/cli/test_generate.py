@@ -200,3 +200,29 @@ def test_out_that_cannot_be_written_stops_before_work(run, calls, tmp_path):
 def test_out_may_be_a_device(run, calls):
     assert run("generate", "tiny", "x", "--out", os.devnull).code == 0
     assert os.path.exists(os.devnull)
+
+
+def test_rows_are_written_as_they_come(run, launch, monkeypatch):
+    """On stdout, line by line: what is there is not lost with what follows."""
+
+    def generate(model, prompts, **_):
+        yield {"id": "0", "sample": 0, "token_ids": [1], "text": "x", "logprobs": LOGPROBS[:1], "finish_reason": "stop"}
+        raise KeyboardInterrupt
+
+    launch.generate = generate
+    outcome = run("generate", "tiny", "x")
+    assert outcome.code == 130
+    assert [json.loads(line)["id"] for line in outcome.out.splitlines()] == ["0"]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(run, launch, monkeypatch):
+    times = iter([0.0, 5.0, 11.0, 11.0, 12.0])
+    monkeypatch.setattr("exactrl.cli.generate.time.monotonic", lambda: next(times))
+
+    def generate(model, prompts, on_progress, **_):
+        for done in (1, 2, 3):
+            on_progress("generate, 1,234 tokens/s", done, 3000)
+        yield from ()
+
+    launch.generate = generate
+    assert run("generate", "tiny", "x").err == "generate, 1,234 tokens/s: 2 of 3,000\n"

@@ -60,6 +60,8 @@ def expected(dtype):
         {"max_concurrent": 5, "chunk_tokens": 33, "block_order": "lifo"},
         {"block_order": "shuffled", "block_seed": 3, "kv_tokens": 320},
         {"prefix_cache": False, "kv_tokens": 320},
+        {"overlap": True},
+        {"overlap": True, "max_concurrent": 3, "chunk_tokens": 7, "kv_tokens": 320},
     ],
     ids=str,
 )
@@ -77,9 +79,10 @@ def test_the_workload_tells_requests_apart(expected):
     assert len({ids[0] for ids, _, _ in expected.values()}) > 4
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("order", ["fifo", "lifo", "shuffled"])
-def test_preemption_changes_no_bit(dtype, expected, order):
-    engine = make_engine(dtype, kv_tokens=160, block_order=order, block_seed=1)
+def test_preemption_changes_no_bit(dtype, expected, order, overlap):
+    engine = make_engine(dtype, kv_tokens=160, block_order=order, block_seed=1, overlap=overlap)
     engine.cache.fill(float("nan"))
     completions = engine.generate(workload())
     assert trajectories(completions) == expected
@@ -362,3 +365,20 @@ def test_a_cache_larger_than_memory_is_refused_at_once():
 
     with pytest.raises(EnvironmentProblem, match="GiB"):
         Engine("tiny", kv_tokens=10**14)
+
+
+def test_a_cache_given_back_comes_back_and_changes_no_bit(dtype, expected):
+    """What `sleep` does on a GPU. On the CPU the cache stays."""
+    engine = make_engine(dtype)
+    first, cache = engine.generate(workload()), engine.cache
+    engine.sleep()
+    assert engine.cache is cache
+    engine._drop_runner()
+    assert engine.allocator.match_prefix(list(workload()[0].token_ids)) == []
+    assert trajectories(engine.generate(workload())) == trajectories(first) == expected
+    assert engine.cache is not cache
+    rest = engine.stream(workload())
+    next(rest)
+    with pytest.raises(RequestError, match="cannot sleep"):
+        engine._drop_runner()
+    rest.close()

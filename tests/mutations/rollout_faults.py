@@ -107,7 +107,7 @@ def counted_keys(original: Callable, hits: Hits) -> Callable:
     def build(chunks, *rest):
         batch = original(chunks, *rest)
         hits()
-        return replace(batch, keys=batch.keys + np.uint64(next(calls)))
+        return replace(batch, keys=batch.keys + next(calls))
 
     return build
 

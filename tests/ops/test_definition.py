@@ -14,6 +14,7 @@ from exactrl.ops import attention, head, linear, norm, qkv, swiglu
 from exactrl.ops.attention import Rows
 from exactrl.ops.cpu import jit, logprob, simd
 from exactrl.ops.qkv import HeadShape, RopeTable
+from exactrl.ops.transfer import key_bits
 
 from . import definition
 from .helpers import CONTRACT, DTYPES, make_weight, packed_rows
@@ -313,7 +314,7 @@ def test_sample(dtype, vocab, g):
     temperatures[::4] = 0
     positions = torch.randint(0, 1 << 20, (rows,), generator=g)
     keys = np.random.default_rng(0).integers(0, 1 << 64, rows, np.uint64)
-    tokens, logprobs = head.sample_exact(x, w, temperatures, keys, positions, CONTRACT)
+    tokens, logprobs = head.sample_exact(x, w, temperatures, key_bits(keys), positions, CONTRACT)
     t = np.where(temperatures.numpy() == 0, np.float32(1), temperatures.numpy())
     logits = definition.linear(numbers(x), numbers(w.rows()))
     u = np.stack([definition.uniforms(int(k), int(p), vocab) for k, p in zip(keys, positions, strict=True)])
@@ -381,7 +382,7 @@ def test_kernels_are_given_only_what_they_can_index(g):
     none = torch.zeros(2, dtype=torch.int64)
     for call in (
         lambda t: head.logprobs_exact(torch.zeros(2, 4), w, none, t, CONTRACT),
-        lambda t: head.sample_exact(torch.zeros(2, 4), w, t, np.zeros(2, np.uint64), none, CONTRACT),
+        lambda t: head.sample_exact(torch.zeros(2, 4), w, t, none, none, CONTRACT),
     ):
         with pytest.raises(AssertionError, match="temperatures must be float32"):
             call(torch.ones(2, dtype=torch.float64))
@@ -402,6 +403,6 @@ def test_no_rows(dtype, g):
     assert norm.add_rms_norm_exact(x, x, n, 1e-6)[1].shape == (0, 4)
     assert swiglu.swiglu_exact(x).shape == (0, 2)
     assert head.logprobs_exact(x, w, none, torch.zeros(0), CONTRACT)[0].shape == (0,)
-    assert head.sample_exact(x, w, torch.zeros(0), np.zeros(0, np.uint64), none, CONTRACT)[0].shape == (0,)
+    assert head.sample_exact(x, w, torch.zeros(0), none, none, CONTRACT)[0].shape == (0,)
     rope, shape = RopeTable.build(1e4, 4, 10), HeadShape(1, 1, 4)
     assert qkv.qkv_exact(torch.zeros(0, 12, dtype=dtype), n, n, rope, none, shape, 1e-6)[0].shape == (0, 1, 4)

@@ -138,9 +138,7 @@ def test_B_18_sampler_and_loss_agree_at_a_real_vocabulary(dtype):
     seen: dict[tuple[int, int], float] = {}
     index = torch.arange(4).repeat(40)
     hidden, temperatures = torch.eye(4, dtype=dtype)[index], torch.full((160,), 1.0)
-    ids, recorded = head.sample_exact(
-        hidden, weight, temperatures, np.arange(160, dtype=np.uint64), torch.arange(160), CONTRACT
-    )
+    ids, recorded = head.sample_exact(hidden, weight, temperatures, torch.arange(160), torch.arange(160), CONTRACT)
     scored, _ = head.logprobs_exact(hidden, weight, ids, temperatures, CONTRACT)
     assert same_bits(recorded, scored)
     for row, token, lp in zip(index.tolist(), ids.tolist(), recorded, strict=True):
@@ -201,8 +199,8 @@ def test_A_42_entries_beyond_the_vocabulary_do_not_count(block):
     contract = replace(CONTRACT, vocab_block=block)
     scored, _ = head.logprobs_exact(torch.ones(5, 1), weight, torch.arange(5), torch.ones(5), contract)
     assert same_bits(scored[:1].detach(), torch.from_numpy(logprob))
-    keys, drawn = np.arange(200, dtype=np.uint64), torch.arange(200)
-    ids, recorded = head.sample_exact(torch.ones(200, 1), weight, torch.ones(200), keys, drawn, contract)
+    drawn = torch.arange(200)
+    ids, recorded = head.sample_exact(torch.ones(200, 1), weight, torch.ones(200), drawn, drawn, contract)
     assert set(ids.tolist()) == set(range(5))
     assert same_bits(recorded, scored.detach()[ids])
 

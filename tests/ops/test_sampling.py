@@ -10,6 +10,7 @@ from exactrl.contract import noise_key
 from exactrl.ops import head
 from exactrl.ops.cpu import jit
 from exactrl.ops.cpu import logprob as kernels
+from exactrl.ops.transfer import key_bits
 
 from . import definition
 from .helpers import CONTRACT, DTYPES, make_weight, same_bits
@@ -30,7 +31,7 @@ def sample(logits, temperatures, keys, positions):
     weight = make_weight(logits.shape[::-1], torch.float32, torch.Generator())
     weight.assign(logits.T)
     hidden = torch.eye(len(logits))[index]
-    return head.sample_exact(hidden, weight, temperatures, np.asarray(keys, np.uint64), positions, CONTRACT)
+    return head.sample_exact(hidden, weight, temperatures, key_bits(keys), positions, CONTRACT)
 
 
 def one(logits, temperature=1.0, key=1):
@@ -118,9 +119,7 @@ def test_sampler_and_loss_report_one_logprob(dtype):
     hidden, weight = torch.randn(65, 40, generator=g).to(dtype), make_weight((300, 40), dtype, g)
     temperatures = torch.rand(65, generator=g) + 0.3
     temperatures[:9] = 0
-    tokens, logprobs = head.sample_exact(
-        hidden, weight, temperatures, np.arange(65, dtype=np.uint64), torch.arange(65), CONTRACT
-    )
+    tokens, logprobs = head.sample_exact(hidden, weight, temperatures, torch.arange(65), torch.arange(65), CONTRACT)
     at_one = torch.where(temperatures == 0, 1.0, temperatures)
     assert same_bits(logprobs, head.logprobs_exact(hidden, weight, tokens, at_one, CONTRACT)[0])
     logits = hidden[:9].double() @ weight.rows().double().T
@@ -130,7 +129,7 @@ def test_sampler_and_loss_report_one_logprob(dtype):
 def test_plain_sampler_has_the_same_noise():
     g = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(200, 40, generator=g), make_weight((97, 40), torch.float32, g)
-    args = (hidden, weight, torch.arange(200) % 3 * 0.5, np.arange(200, dtype=np.uint64), torch.arange(200))
+    args = (hidden, weight, torch.arange(200) % 3 * 0.5, torch.arange(200), torch.arange(200))
     exact, plain = head.sample_exact(*args, CONTRACT), head.sample_plain(*args)
     assert (exact[0] == plain[0]).float().mean() > 0.98
     assert (exact[1] - plain[1])[exact[0] == plain[0]].abs().max() < 1e-4

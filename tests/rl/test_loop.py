@@ -54,6 +54,9 @@ class World:
     def reset_cache(self):
         self.calls.append(("reset",))
 
+    def sleep(self):
+        self.calls.append(("sleep",))
+
     # trainer
     def step(self, samples, *, audit, observe):
         assert observe == self.observe
@@ -106,7 +109,7 @@ def test_each_step_rolls_out_checks_trains_and_hands_over():
     world = World(2)
     world.run()
     names = [c[0] for c in world.calls]
-    step = ["generate", "begin", "step", "observe", "judge", "load"]
+    step = ["generate", "begin", "sleep", "step", "observe", "judge", "load"]
     assert names == ["load", *step, *step]
     assert [c[1] for c in world.calls if c[0] == "load"] == [0, 1, 2]
     assert [c[1] for c in world.calls if c[0] == "generate"] == [0, 1]  # at the weights just handed over
@@ -138,7 +141,7 @@ def test_overlong_responses_lose_advantage_but_not_reward():
     for cache, advantage in ((0, 0.7071), (2, 0.0)):
         world = Wordy(1, shaping=Shaping(4, cache))
         world.run()
-        assert world.calls[3][2] == pytest.approx([-advantage, advantage] * 2, abs=1e-4)
+        assert world.calls[4][2] == pytest.approx([-advantage, advantage] * 2, abs=1e-4)
         (row,) = (r.metrics for r in world.results)
         assert (row["rollout/raw_reward"], row["rollout/zero_std_groups"]) == (0.5, 0)
 

@@ -142,7 +142,7 @@ def test_A_09_temperature_is_applied():
     assert abs(float(logprobs.detach()[0]) - -0.260118) < 1e-6
     draws = {}
     for key in range(100):
-        token, lp = ops.sample(hidden, weight, temperatures, np.array([key], np.uint64), torch.tensor([1]))
+        token, lp = ops.sample(hidden, weight, temperatures, torch.tensor([key]), torch.tensor([1]))
         draws[int(token)] = lp
     assert same_bits(draws[0], logprobs)
     (gradient,) = torch.autograd.grad(logprobs.sum(), weight.master)

@@ -46,7 +46,7 @@ def _run(dtype: torch.dtype, rows: int) -> None:
     (lp.sum() + entropy.sum()).backward()
     sum_of_squares(jit.flat(y.detach().float()))
     with torch.no_grad():
-        keys = np.zeros(rows, np.uint64)
+        keys = torch.zeros(rows, dtype=torch.int64)
         for op in (ops, Ops(ops.contract, exact=False)):
             op.sample(y, _weight((300, 64), dtype), torch.ones(rows), keys, ids)
         attention.paged_attention(

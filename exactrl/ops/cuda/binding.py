@@ -117,7 +117,7 @@ class CudaOps:
         return head.logprobs_exact(hidden, weight.rows(), targets, temperatures, self.product, master=weight.master)
 
     def sample(
-        self, hidden: torch.Tensor, weight: Weight, temperatures: torch.Tensor, keys: np.ndarray,
+        self, hidden: torch.Tensor, weight: Weight, temperatures: torch.Tensor, keys: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See ops.head.sample_exact."""
@@ -125,17 +125,15 @@ class CudaOps:
         return tokens, logprobs
 
     def sample_with_digest(
-        self, hidden: torch.Tensor, weight: Weight, temperatures: torch.Tensor, keys: np.ndarray,
+        self, hidden: torch.Tensor, weight: Weight, temperatures: torch.Tensor, keys: torch.Tensor,
         positions: torch.Tensor, *, digest: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Also int64 [R] digests of the rows' log-probabilities over the whole vocabulary."""
-        from exactrl.ops.cuda.triton_noise import key_tensor
-
-        w, noise = weight.rows(), key_tensor(keys, self.device)
+        w = weight.rows()
         size = head.chunk_rows(len(w), head.CHUNK_BYTES)
         parts = [
             sample_exact(
-                self.product(hidden[cut], w, torch.float32, 1), temperatures[cut], noise[cut], positions[cut],
+                self.product(hidden[cut], w, torch.float32, 1), temperatures[cut], keys[cut], positions[cut],
                 digest=digest,
             )
             for cut in (slice(a, a + size) for a in range(0, max(1, len(hidden)), size))
@@ -150,6 +148,22 @@ class CudaOps:
         counts = np.diff(starts)
         slots = torch.from_numpy(row_slots(starts, first, tables, self.page_size)).to(self.device)
         return CudaRows(AttentionRows.build(counts, first + counts, tables, self.device), slots, starts, first)
+
+    def decode_rows(self, lengths: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, most_keys: int) -> CudaRows:
+        """One row of each of S sequences, for a decode step that is captured once and replayed: lengths int32 [S] (0:
+        no sequence), slots int64 [S] (-1 then) and tables int32 [S, P] are read on the device in each replay. No length
+        exceeds `most_keys`."""
+        starts = np.arange(len(lengths) + 1)
+        attention = AttentionRows(
+            torch.from_numpy(starts.astype(np.int32)).to(self.device), lengths, tables,
+            np.ones(len(lengths), np.int64), np.full(len(lengths), most_keys, np.int64),
+        )  # fmt: skip
+        return CudaRows(attention, slots, starts, np.zeros(len(lengths), np.int64))
+
+    def decodes_in_graphs(self, shape: HeadShape) -> bool:
+        """Whether attention of a decode step finds its work on the device: kernels with splits in parallel do."""
+        asked = AttentionShape(shape.heads, shape.kv_heads, shape.dim, self.page_size, order=self.contract.attention)
+        return self.attention(asked).split_rows >= shape.heads // shape.kv_heads
 
     def packed_rows(self, lengths: np.ndarray, shape: HeadShape) -> CudaRows:
         """Whole sequences side by side, each from position 0; lengths int64 [S]."""

@@ -23,8 +23,15 @@ def linear_reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def linear_plain(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int = 1) -> torch.Tensor:
-    """What runs when exactness is off: cuBLAS as it comes."""
-    return cublas(x, w, out_dtype)
+    """What runs when exactness is off: cuBLAS as it comes, K in one piece whatever `leaves` says. Sums of a split K may
+    be rounded to bfloat16, as torch allows by default and determinism.apply() does not."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = True
+    try:
+        return cublas(x, w, out_dtype)
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
 
 
 def certified_product(certificate: Certificate, available: Mapping[str, Implementation]) -> Product:

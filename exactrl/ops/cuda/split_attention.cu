@@ -4,8 +4,7 @@
 // A warp takes one split of one (sequence, kv head) at a time and needs no other warp for it: scores and output are
 // computed transposed, keys and head dimension on the wide side of the matrix unit, rows on the narrow one. Each warp fills
 // a ring of its own with keys and values, across the borders of blocks and splits. The warps of a block take heads of the
-// same split, so that a multiprocessor reads few pages at a time. Whoever finishes the last split
-// of a (sequence, kv head) has its block merge them all, ascending.
+// same split, so that a multiprocessor reads few pages at a time. merge_splits.cu merges what they store.
 //
 // Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one chunk), RING (chunks a warp holds), WARPS, TMA (1:
 // chunks come through the bulk copy engine, 0: by copies of 16 bytes).
@@ -120,49 +119,15 @@ __device__ void store_partial(const Arguments& a, const Item& item, const State&
   }
 }
 
-// All threads of the block: the splits of a (sequence, kv head), ascending.
-__device__ void merge(const Arguments& a, const Item& item) {
-  int splits = splits_of(item);
-  u64 first = ((u64)(item.place - item.split) * KV_HEADS + item.head) * a.held;
-  for (int e = threadIdx.x * 4; e < item.count * GROUP * D; e += WARPS * LANES * 4) {
-    int row = e / D, d = e % D;
-    float A[4] = {0, 0, 0, 0}, M = NONE, L = 0;
-    for (int split0 = 0; split0 < splits; split0 += UNROLL) {
-      float4 acc[UNROLL];
-      float2 stats[UNROLL];
-#pragma unroll
-      for (int i = 0; i < UNROLL; i++) {
-        u64 at = first + (u64)min(split0 + i, splits - 1) * KV_HEADS * a.held + row;
-        acc[i] = __ldcg((const float4*)(a.partial + at * D + d));
-        stats[i] = __ldcg((const float2*)(a.stats + 2 * at));
-      }
-#pragma unroll
-      for (int i = 0; i < UNROLL; i++) {
-        float m = stats[i].x, l = stats[i].y, values[4] = {acc[i].x, acc[i].y, acc[i].z, acc[i].w};
-        if (split0 + i >= splits || m == NONE) continue;  // a split of which the row sees no key
-        float mn = fmaxf(M, m), old_weight = exp2_approx(__fsub_rn(M, mn)), weight = exp2_approx(__fsub_rn(m, mn));
-#pragma unroll
-        for (int j = 0; j < 4; j++) A[j] = __fadd_rn(__fmul_rn(A[j], old_weight), __fmul_rn(values[j], weight));
-        L = __fadd_rn(__fmul_rn(L, old_weight), __fmul_rn(l, weight)), M = mn;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) store_out(a, item, row, d + j, __fdiv_rn(A[j], L));
-    if (d == 0) store_lse(a, item, row, M, L);
-  }
-  if (threadIdx.x == 0) a.arrived[item.sequence * KV_HEADS + item.head] = 0;  // for the next layer
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
     const bf16* q_rows, const bf16* k, const bf16* v, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, bf16* out, float* lse, int wants_lse, const int* items, const int* item_count, int* arrived, float* partial, float* stats, const int* starts,
-    const int* lengths, const int* tables, int table_width, int tokens, int held, int stride_q, int stride_k, int stride_v,
-    float scale) {
-  const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, arrived, partial, stats, starts, lengths,
+    const __grid_constant__ TensorMap v_map, bf16* out, float* lse, int wants_lse, const int* items, const int* item_count,
+    float* partial, float* stats, const int* starts, const int* lengths, const int* tables, int table_width, int tokens,
+    int held, int stride_q, int stride_k, int stride_v, float scale) {
+  const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, nullptr, partial, stats, starts, lengths,
                        tables, table_width, tokens, held, stride_q, stride_k, stride_v, scale};
   extern __shared__ char unaligned[];
   __shared__ alignas(8) u64 barriers[WARPS][RING];
-  __shared__ int merging[WARPS];
   int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, blocks = gridDim.x, total = *a.total * KV_HEADS;
   // Few splits spread over all multiprocessors, many over the warps of a block, too.
   int busy = 1;
@@ -179,42 +144,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
   if (feed.index < total && feed.chunks == 0) feed.advance();
 #pragma unroll 1
   for (int i = 0; i < RING - 1; i++) feed.next();
-  for (int round = blockIdx.x * busy; round < total; round += step, index += step) {
-    bool last = false;
-    if (index < total) {
-      Item item = item_of(a, index);
-      State x = {};
-      x.m[0] = x.m[1] = NONE;
-      u32 q[STEPS][2];
-      int row = lane >> 2, limit[2];
-      const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
-      for (int i = 0; i < STEPS; i++)
-        for (int half = 0; half < 2; half++)
-          q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
-      int earliest = item.length - item.count + 1;  // keys that the first row sees
-      for (int side = 0; side < 2; side++) limit[side] = earliest + ((lane & 3) * 2 + side) / GROUP;
-      for (int block = 0; block < item.blocks; block++) {
-        int key0 = item.split * SPLIT + block * BLOCK;
-        add_block(x, feed, ring, q, a.scale, lane, key0, limit, key0 + BLOCK > earliest, item.length);
-      }
-      int splits = splits_of(item);
-      if (item.split < 0 || splits == 1) {
-        finish_alone(a, item, x, lane);
-      } else {
-        store_partial(a, item, x, lane);
-        __threadfence();
-        __syncwarp();
-        int before = 0;
-        if (lane == 0) before = atomicAdd(a.arrived + item.sequence * KV_HEADS + item.head, 1);
-        last = __shfl_sync(~0u, before, 0) == splits - 1;
-        __threadfence();
-      }
+  for (; index < total; index += step) {
+    Item item = item_of(a, index);
+    State x = {};
+    x.m[0] = x.m[1] = NONE;
+    u32 q[STEPS][2];
+    int row = lane >> 2, limit[2];
+    const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
+    for (int i = 0; i < STEPS; i++)
+      for (int half = 0; half < 2; half++)
+        q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
+    int earliest = item.length - item.count + 1;  // keys that the first row sees
+    for (int side = 0; side < 2; side++) limit[side] = earliest + ((lane & 3) * 2 + side) / GROUP;
+    for (int block = 0; block < item.blocks; block++) {
+      int key0 = item.split * SPLIT + block * BLOCK;
+      add_block(x, feed, ring, q, a.scale, lane, key0, limit, key0 + BLOCK > earliest, item.length);
     }
-    if (lane == 0) merging[warp] = last ? index : -1;
-    if (__syncthreads_or(last)) {
-      for (int i = 0; i < WARPS; i++)
-        if (merging[i] >= 0) merge(a, item_of(a, merging[i]));
-      __syncthreads();
-    }
+    if (item.split < 0 || splits_of(item) == 1)
+      finish_alone(a, item, x, lane);
+    else
+      store_partial(a, item, x, lane);
   }
 }

@@ -15,6 +15,7 @@ import torch
 
 from exactrl.ops.cuda.attention_host import multiprocessors, page_map, scale_of
 from exactrl.ops.cuda.attention_tiles import WARPS, WarpTile
+from exactrl.ops.cuda.merge_splits import merge_splits
 from exactrl.ops.cuda.nvrtc import Kernel
 from exactrl.ops.cuda.triton_attention import page_size_of, strides
 from exactrl.ops.cuda.triton_split_attention import split_plan
@@ -64,6 +65,7 @@ def attend_splits(
     kernel = _kernel(heads, kv_heads, dim, page_size, tile, torch.cuda.current_device())
     kernel.launch((blocks, 1, 1), WARPS * 32, (
         q, k, v, *(page_map(x, min(tile.keys, page_size)) for x in (k, v)), out, out if lse is None else lse,
-        int(lse is not None), plan.items, plan.total, plan.arrived, plan.partial, plan.stats, rows.starts, rows.lengths,
+        int(lse is not None), plan.items, plan.total, plan.partial, plan.stats, rows.starts, rows.lengths,
         rows.tables, rows.tables.stride(0), t, plan.held, *strides(q, k, v, page_size), scale_of(dim),
     ))  # fmt: skip
+    merge_splits(plan, int(rows.most_keys[sequences].max()), heads, kv_heads, out, lse)

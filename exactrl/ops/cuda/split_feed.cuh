@@ -2,7 +2,7 @@
 // the bulk copy engine (TMA 1) or by copies of 16 bytes (TMA 0).
 
 constexpr int TILES = KEYS / 16, CHUNKS = BLOCK / KEYS;  // of 16 keys in a chunk; chunks of K in a block
-constexpr int CHUNK_BYTES = KEYS * ROW_BYTES, ROWS_AT_ONCE = LANES / SEGMENTS, UNROLL = 8;
+constexpr int CHUNK_BYTES = KEYS * ROW_BYTES, ROWS_AT_ONCE = LANES / SEGMENTS;
 constexpr int BOX = KEYS < PAGE_SIZE ? KEYS : PAGE_SIZE, REGIONS = D / 64;  // keys, and parts of D, of a copy
 
 // Place of a 16-byte segment of a key's row in a chunk: regions of 64 elements, swizzled by the copy engine.
@@ -89,6 +89,7 @@ __device__ __forceinline__ u32 take(Feed& feed, Ring& ring) {
   u32 address = feed.ring + ring.slot * CHUNK_BYTES;
 #if TMA
   u32 barrier = feed.full + ring.slot * 8, done = 0;
+  fence_async_shared();  // loads from the place used before may still be on their way: the engine must not overtake them
   __syncwarp();
   feed.next();
   while (!done)

@@ -39,12 +39,13 @@ UNROLL = 8  # splits whose partial results are in flight while merging
 
 @triton.jit(do_not_specialize=["N", "capacity"])
 def _plan(
-    sequences, starts, lengths, items, total, arrived, N, capacity, SPLIT: tl.constexpr, HK: tl.constexpr,
+    sequences, starts, lengths, items, total, merges, arrived, N, capacity, SPLIT: tl.constexpr, HK: tl.constexpr,
     PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program i lists the splits of sequence i. items int32 [capacity, 3]: sequence, split, place of its partial
     results. Whole splits come first, so that short ones fill the gaps at the end. More splits than `capacity`: every
-    sequence is listed with split -1, which writes NaN."""
+    sequence is listed with split -1, which writes NaN. merges int32 [N, 2]: sequence, place of its first split; -1
+    where there is nothing to merge."""
     me, i = tl.program_id(0), tl.arange(0, PADDED)
     s = tl.load(sequences + i, mask=i < N, other=0)
     has_rows = (i < N) & (tl.load(starts + s + 1) > tl.load(starts + s))
@@ -58,6 +59,8 @@ def _plan(
     fits = count <= capacity
     if me == 0:
         tl.store(total, tl.where(fits, count, N))
+    tl.store(merges + 2 * me, sequence)
+    tl.store(merges + 2 * me + 1, tl.where(fits & (my_whole + my_rest > 1), first_whole + first_rest, -1))
     c = tl.arange(0, CHUNK)
     for j in range(0, tl.where(fits, my_whole, 0), CHUNK):
         at, inside = items + 3 * (first_whole + j + c), j + c < my_whole
@@ -155,6 +158,7 @@ class SplitPlan:
     sequences: torch.Tensor
     items: torch.Tensor
     total: torch.Tensor
+    merges: torch.Tensor
     arrived: torch.Tensor
     partial: torch.Tensor
     stats: torch.Tensor
@@ -170,6 +174,7 @@ class SplitPlan:
             torch.from_numpy(sequences.astype(np.int32)).to(device),
             torch.empty(capacity, 3, dtype=torch.int32, device=device),
             torch.empty(1, dtype=torch.int32, device=device),
+            torch.empty(len(sequences), 2, dtype=torch.int32, device=device),
             torch.empty(len(rows.counts), kv_heads, dtype=torch.int32, device=device),
             torch.empty(capacity, kv_heads, held, dim, device=device),
             torch.empty(capacity, kv_heads, held, 2, device=device),
@@ -183,8 +188,8 @@ class SplitPlan:
         count = len(self.sequences)
         padded = triton.next_power_of_2(count)
         _plan[(count,)](
-            self.sequences, self.rows.starts, self.rows.lengths, self.items, self.total, self.arrived, count,
-            len(self.items), SPLIT, self.arrived.shape[1], padded, 128, num_warps=4,
+            self.sequences, self.rows.starts, self.rows.lengths, self.items, self.total, self.merges, self.arrived,
+            count, len(self.items), SPLIT, self.arrived.shape[1], padded, 128, num_warps=4,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.contract import get_contract, noise_key
+from exactrl.engine.decode_graphs import DecodeGraphs
 from exactrl.engine.engine import Engine
 from exactrl.model.attention_state import paged_state
 from exactrl.model.config import find_model, read_config
@@ -134,3 +135,30 @@ def test_the_rung_of_the_references_compares_with_them(monkeypatch, ulps: int) -
     (result,) = ladder.check([subject], ["reference_kernels"], lambda result: None)
     assert (result.status, result.compared) == (("pass", "fail")[ulps], 3)
     assert rollout.ops is OPS
+
+
+@pytest.mark.parametrize("kv_tokens", [640, 192])
+def test_decode_steps_with_padded_rows_have_the_same_bits(completions, kv_tokens: int) -> None:
+    """What a graph replays, here run anew each time: rows rounded up, inputs in place, tokens handed on unseen."""
+    more = [*requests(), *(replace(r, id=f"{r.id}b", noise_key=r.noise_key + 1) for r in requests()[::-1])]
+    more = [replace(r, params=SamplingParams(n, 1.0, ())) for r, n in zip(more, (5, 3, 6, 8), strict=True)]
+    expected = Engine(model(trainable=False), kv_tokens=640).generate(more)
+    assert [c.logprobs.tobytes()[:12] for c in expected[:2]] == [c.logprobs.tobytes()[:12] for c in completions]
+    engine = Engine(model(trainable=False), max_concurrent=5, kv_tokens=kv_tokens, chunk_tokens=40, overlap=True)
+    replays = []
+
+    def capture(function):
+        function()
+        return lambda: (replays.append(1), function())
+
+    limit = CONFIG.max_positions
+    graphs = DecodeGraphs(engine.model, engine.cache, engine.runner.results, limit, capture)
+    engine.runner.graphs = graphs
+    engine.cache.fill(float("nan"))
+    found = engine.generate(more)
+    assert [(c.token_ids, c.logprobs.tobytes()) for c in found] == [
+        (c.token_ids, c.logprobs.tobytes()) for c in expected
+    ]
+    assert len(replays) > 2
+    assert graphs.num_captured <= 3
+    assert engine.stats.preemptions == 0 or kv_tokens == 192

@@ -1,5 +1,6 @@
-"""cluster_attention.cu on the host: its text, compiled by g++ against a model of the GPU (host/device_on_host.h), must
-give the bits of the definition written down in numpy with the same matrix unit. And who takes few splits, who many.
+"""cluster_attention.cu and merge_splits.cu on the host: their text, compiled by g++ against a
+model of the GPU (host/device_on_host.h), must give the bits of the definition written down in numpy with the same
+matrix unit. And who takes few splits, who many.
 
 What only a GPU can show, the bits of its matrix unit and exp2, is in tests/gpu.
 """
@@ -18,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 
-from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits
+from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits, merge_splits
 from exactrl.ops.cuda.attention import AttentionRows
 from exactrl.ops.cuda.attention_host import scale_of
 from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile
 from exactrl.ops.cuda.nvrtc import _address, _argument
+from exactrl.ops.cuda.triton_split_attention import SplitPlan, split_plan
 from tests.gpu.attention_inputs import Sequences, draw
 
 HOST = Path(__file__).parent / "host"
@@ -30,13 +32,14 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles th
 BLOCK, SPLIT = 64, 512
 
 
-def library(options: list[str], folder: Path) -> ctypes.CDLL:
-    text = (listed_splits.FOLDER / "cluster_attention.cu").read_text()
+def library(module: Any, options: list[str], folder: Path) -> ctypes.CDLL:
+    name = module.__name__.rsplit(".", 1)[1]
+    text = (listed_splits.FOLDER / f"{name}.cu").read_text()
     kernel, built = folder / "kernel.h", folder / "kernel.so"
     kernel.write_text("\n".join(line for line in text.splitlines() if "extern __shared__" not in line))
     includes = [f"-I{HOST}", f"-I{listed_splits.FOLDER}", f'-DKERNEL="{kernel}"']
     flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"]
-    command = ["g++", *flags, *includes, *options[1:], str(HOST / "cluster_attention.cpp"), "-o", str(built)]
+    command = ["g++", *flags, *includes, *options[1:], str(HOST / f"{name}.cpp"), "-o", str(built)]
     compiled = subprocess.run(command, check=False, capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
     found = ctypes.CDLL(str(built))
@@ -51,7 +54,7 @@ class HostKernel:
     def __init__(self, function: Any, seed: int) -> None:
         self.function, self.seed = function, seed
 
-    def launch(self, grid: tuple[int, int, int], threads: int, arguments: Any, cluster: int = 1) -> None:
+    def launch(self, grid: tuple, threads: int, arguments: Any, cluster: int = 1) -> None:
         values = [_argument(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
         self.function(grid[0], cluster, threads, self.seed, pointers)
@@ -124,9 +127,9 @@ def expected(data: Sequences, counts: np.ndarray, definition: Definition) -> tup
 class OnHost:
     """attend_clusters, whose launches run on the host, `held` clusters at most."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile, shape: tuple, held: int) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile, shape: tuple, held: int):
         self.patch, self.tile, self.held = patch, tile, held
-        self.compiled = library(cluster_attention.source_options(*shape, tile), folder)
+        self.compiled = library(cluster_attention, cluster_attention.source_options(*shape, tile), folder)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.compiled.list_on_host, 0))
 
@@ -143,7 +146,7 @@ CASES = [
     (ClusterTile(4), 5, 1, 64, 32, 3, 16.0, 1),
     (ClusterTile(2), 2, 1, 128, 256, 99, 2.0, 2),
 ]
-LENGTHS = [1, 70, 512, 577, 1030]
+LENGTHS = [1, 70, 512, 577, 1026]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
@@ -172,6 +175,52 @@ def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkey
     out = torch.zeros(2, 2, 64, dtype=torch.bfloat16)
     kernel(0, data.q[number], data.k_pages, data.v_pages, rows, out, None, np.arange(2))
     assert out.isnan().all()
+
+
+def store_splits(plan: SplitPlan, data: Sequences, counts: np.ndarray, definition: Definition) -> None:
+    """What kernels with parallel splits leave for the merge: places are those of the splits, sequence by sequence."""
+    (_, heads, dim), kv_heads, place = data.q.shape, data.k.shape[1], 0
+    q, k, v = (t.float().numpy() for t in (data.q, data.k, data.v))
+    group, scale = heads // kv_heads, np.float32(scale_of(dim))
+    for s in plan.sequences.tolist():
+        start, n = data.starts[s], data.lengths[s]
+        for first in range(0, n, SPLIT):
+            at = slice(start + first, start + min(first + SPLIT, n))
+            for r, h in np.ndindex(counts[s], heads):
+                position = n - counts[s] + r
+                arguments = q[start + position, h], k[at, h // group], v[at, h // group]
+                m, l, acc = definition.split(*arguments, position + 1 - first, scale)
+                where = place, h // group, r * group + h % group
+                plan.stats[where], plan.partial[where] = torch.tensor([m, l]), torch.from_numpy(acc)
+            place += 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "most", "in_flight"), [(4, 2, 64, 1, 1), (2, 1, 128, 3, 2), (5, 1, 64, 1, 8)]
+)
+def test_the_merge_of_splits(heads, kv_heads, dim, most, in_flight, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that one split makes whole are left alone."""
+    data = draw(LENGTHS, heads, kv_heads, dim, 64, 4.0, 0, "cpu")
+    counts, asked = np.minimum(most, data.lengths), np.array([0, 1, 3, 4])
+    _, rows = data.last(counts, data.lengths, np.arange(len(data.lengths)))
+    plan = split_plan(rows, asked, heads, kv_heads, dim)
+    plan.partial.fill_(float("nan"))
+    parts = -(-plan.held * dim // (merge_splits.THREADS * 4))
+    options = merge_splits.source_options(heads, kv_heads, dim, parts, in_flight)
+    compiled = library(merge_splits, options, tmp_path)
+    definition = Definition(compiled)
+    store_splits(plan, data, counts, definition)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(merge_splits, "_kernel", lambda *_: HostKernel(compiled.attend_on_host, 0))
+    right, right_lse = expected(data, counts, definition)
+    others = np.repeat(np.isin(np.arange(len(counts)), [3, 4], invert=True), counts)
+    right[others], right_lse[:, others] = -7.0, -7.0
+    out, lse = torch.full_like(right, -7.0), torch.full_like(right_lse, -7.0)
+    merge_splits.merge_splits(plan, 512, heads, kv_heads, out, lse)
+    assert (out == -7).all(), "no sequence can have more than one split"
+    merge_splits.merge_splits(plan, max(LENGTHS), heads, kv_heads, out, lse)
+    assert torch.equal(out, right)
+    assert torch.equal(lse, right_lse)
 
 
 @pytest.mark.parametrize(("lengths", "taken"), [([512] * 66, "clusters"), ([512] * 65 + [513], "warps")])

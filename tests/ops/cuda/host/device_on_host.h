@@ -31,9 +31,11 @@ using std::min;
 struct float2 { float x, y; };
 struct uint2 { u32 x, y; };
 struct Index { u32 x; };
+struct float4 { float x, y, z, w; };
 struct int4 { int x, y, z, w; };
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 
 struct Copy {

@@ -1,0 +1,217 @@
+"""What bench.rollout measures: workloads, the engine they run in, bandwidth floors, start, speed and weight sync."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.parity import config_of, model_of
+from exactrl.contract import get_contract, noise_key
+from exactrl.engine.engine import Engine
+from exactrl.launch.device import make_ops
+from exactrl.model.config import ModelConfig, read_config
+from exactrl.model.folder import load_model
+from exactrl.model.weights import named_weights
+from exactrl.parity.certificate import linear_shapes
+from exactrl.types import EngineStats, Request, SamplingParams
+
+BANDWIDTH = 4.3e12  # bytes per second of an H200's memory, as a copy from device to device reaches it
+WARM_UP_TOKENS = 8
+SYNC_REPEATS = 7
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`name` is the key in the summary. Sequence i has prompts[i] tokens and generates new[i]."""
+
+    name: str
+    prompts: tuple[int, ...]
+    new: tuple[int, ...]
+
+    @classmethod
+    def equal(cls, sequences: int, prompt: int, new: int) -> Workload:
+        return cls(str(sequences), (prompt,) * sequences, (new,) * sequences)
+
+    @classmethod
+    def mixed(cls, sequences: int, least: int, most: int) -> Workload:
+        """nano-vllm's: lengths drawn evenly between `least` and `most`, for prompts and responses."""
+        drawn = np.random.default_rng(0).integers(least, most + 1, (2, sequences)).tolist()
+        return cls(f"{sequences} mixed", tuple(drawn[0]), tuple(drawn[1]))
+
+    @property
+    def longest(self) -> int:
+        return max(p + n for p, n in zip(self.prompts, self.new, strict=True))
+
+    def prompt_ids(self, repeat: int, vocab: int) -> list[list[int]]:
+        """Each repeat has prompts of its own, so that no prefix is found in a cache."""
+        generator = np.random.default_rng([repeat, len(self.prompts)])
+        return [generator.integers(0, vocab, n).tolist() for n in self.prompts]
+
+    def requests(self, repeat: int, vocab: int, most: int = sys.maxsize) -> list[Request]:
+        """No token ends a response; temperature 1; `most`: new tokens of each."""
+        return [
+            Request(
+                str(i), tuple(ids), SamplingParams(min(n, most), 1.0, ()),
+                noise_key(0, "bench", repeat, 0, str(i), 0),
+            )
+            for i, (ids, n) in enumerate(zip(self.prompt_ids(repeat, vocab), self.new, strict=True))
+        ]  # fmt: skip
+
+
+STANDARD = (Workload.equal(256, 256, 1024), Workload.equal(32, 256, 1024), Workload.equal(1, 256, 512))
+MANY = Workload.equal(1024, 64, 256)
+NANO = Workload.mixed(256, 100, 1024)
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Of the matrices that one decode step reads."""
+    *layer, head = linear_shapes(config).values()
+    return 2 * (config.num_layers * sum(s.n * s.k for s in layer) + head.n * head.k)
+
+
+def key_bytes(config: ModelConfig) -> int:
+    """Of one key and its value in all layers."""
+    return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+
+
+def floor_tokens_per_sec(config: ModelConfig, work: Workload) -> float:
+    """Tokens per second if each step read weights and cached keys once at full bandwidth and did nothing else."""
+    keys = sum(p + n / 2 for p, n in zip(work.prompts, work.new, strict=True))
+    return len(work.prompts) / ((weight_bytes(config) + keys * key_bytes(config)) / BANDWIDTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Which model on which device in which mode. `folder` None: random weights of `shape`."""
+
+    shape: str
+    folder: Path | None
+    device: str
+    exact: bool
+    chunk_tokens: int
+    engine_options: dict[str, Any]
+
+    def config(self) -> ModelConfig:
+        return read_config(self.folder) if self.folder else config_of(self.shape)
+
+    def engine(self, work: Sequence[Workload]) -> Engine:
+        """An engine with room for each of the workloads without preemption, where memory allows. Raises as make_ops."""
+        config = self.config()
+        ops = make_ops(self.device, get_contract("exact-v1"), self.exact, "bfloat16", config)
+        if self.folder:
+            model = load_model(self.folder, ops, torch.bfloat16, trainable=False)
+        else:
+            model = model_of(config, ops, "flat", trainable=False)  # type: ignore[arg-type]
+        return Engine(
+            model, max_concurrent=max(len(w.prompts) for w in work), chunk_tokens=self.chunk_tokens,
+            max_model_tokens=max(w.longest for w in work), **self.engine_options,
+        )  # fmt: skip
+
+
+def synchronize(engine: Engine) -> None:
+    if engine.model.ops.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def started(setup: Setup, work: Sequence[Workload], began: float) -> tuple[Engine, Row]:
+    """An engine, and the seconds since `began` (time.time() before the process was started) at which it was there and
+    at which the first token of a first request came back."""
+    imported = time.time()
+    engine = setup.engine(work)
+    synchronize(engine)
+    built = time.time()
+    engine.generate(Workload.equal(1, work[0].prompts[0], 1).requests(0, engine.model.config.vocab_size))
+    seconds = {"imported": imported - began, "engine": built - began, "first_token": time.time() - began}
+    kernels = engine.model.ops.proof.get("kernels", "not certified")
+    return engine, {
+        "what": "start", "seconds": {k: round(v, 2) for k, v in seconds.items()}, "kernels": kernels,
+        "weights": str(setup.folder) if setup.folder else "random, made on the device",
+    }  # fmt: skip
+
+
+def throughput(engine: Engine, work: Workload, repeats: int, chunk_tokens: int) -> Row:
+    """Whole `generate` calls, prompts included, after one with a few tokens for each sequence. Graphs that it did not
+    need are captured in the first repeat, which the median of three leaves out; `graphs` counts them after each."""
+    vocab, stats = engine.model.config.vocab_size, EngineStats()
+    seconds: list[float] = []
+    graphs: list[int] = []
+    engine.generate(work.requests(repeats, vocab, WARM_UP_TOKENS))
+    for repeat in range(repeats):
+        requests, engine.stats = work.requests(repeat, vocab), EngineStats()
+        gc.collect()
+        begin = time.perf_counter()
+        completions = engine.generate(requests)
+        seconds.append(time.perf_counter() - begin)
+        graphs.append(engine.runner.graphs.num_captured if engine.runner.graphs else 0)
+        assert [len(c.token_ids) for c in completions] == list(work.new), "a response ended early"
+        stats = engine.stats
+    new = sum(work.new)
+    return {
+        "what": "throughput", "workload": work.name, "sequences": len(work.prompts),
+        "prompt_tokens": sum(work.prompts), "new_tokens": new, "seconds": [round(s, 4) for s in seconds],
+        "tokens_per_sec": round(new / statistics.median(seconds), 1), "steps": stats.steps,
+        "graphs": graphs, "preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens,
+        "chunk_tokens": chunk_tokens,
+    }  # fmt: skip
+
+
+def weight_sync(engine: Engine) -> Row:
+    """Engine.load_weights from tensors on the engine's device, in the compute dtype, digest included."""
+    tensors = [(name, tensor.clone()) for name, tensor in named_weights(engine.model)]
+    before, milliseconds = engine.load_weights(tensors, 1), []
+    for version in range(2, 2 + SYNC_REPEATS):
+        synchronize(engine)
+        begin = time.perf_counter()
+        digest = engine.load_weights(tensors, version)
+        synchronize(engine)
+        milliseconds.append(round((time.perf_counter() - begin) * 1e3, 2))
+        assert digest == before, "the same weights have another digest"
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    return {
+        "what": "sync", "milliseconds": milliseconds, "median_ms": statistics.median(milliseconds), "bytes": size,
+        "digest": before,
+    }  # fmt: skip
+
+
+class Clock:
+    """A function that adds up the seconds spent in it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds = function, 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self.function(*arguments)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+def scheduling(engine: Engine, work: Workload) -> Row:
+    """What of a step is spent on deciding what it computes and on booking what it sampled, on the host."""
+    vocab, scheduler = engine.model.config.vocab_size, engine.scheduler
+    engine.generate(work.requests(1, vocab, WARM_UP_TOKENS))
+    clocks = {name: Clock(getattr(scheduler, name)) for name in ("schedule", "update")}
+    for name, clock in clocks.items():
+        setattr(scheduler, name, clock)
+    engine.stats = EngineStats()
+    begin = time.perf_counter()
+    engine.generate(work.requests(0, vocab))
+    seconds, steps = time.perf_counter() - begin, engine.stats.steps
+    for name in clocks:
+        delattr(scheduler, name)
+    return {
+        "what": "scheduler", "sequences": len(work.prompts), "steps": steps, "step_us": round(seconds / steps * 1e6, 1),
+        **{f"{name}_us": round(clock.seconds / steps * 1e6, 1) for name, clock in clocks.items()},
+        "share": round(sum(clock.seconds for clock in clocks.values()) / seconds, 4),
+    }  # fmt: skip

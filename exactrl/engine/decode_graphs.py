@@ -1,0 +1,191 @@
+"""Decode steps on a GPU as captured graphs: one token of each sequence, launched as a whole.
+
+A graph is captured for a number of rows and a longest context, both rounded up. Rows that no sequence needs have no
+keys, write nothing to the cache and are not read; that they change no bit of the others is what the ladder shows (rung
+`cuda_graphs`), since a row's bits depend on no other row. Inputs go to the device in one copy, into memory that the
+graph reads in each replay; what attention kernels prepare once a step they prepare inside the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from exactrl.engine.results import IN_FLIGHT, Computed, Results
+from exactrl.model.attention_state import CacheState
+from exactrl.model.qwen3 import Qwen3
+
+if TYPE_CHECKING:
+    from exactrl.engine.scheduler import Chunk
+    from exactrl.ops.cuda.binding import CudaOps
+
+SHORTEST = 1024  # tokens of the context that the smallest graphs are captured for
+FIELDS = {"ids": np.int64, "sources": np.int64, "positions": np.int64, "slots": np.int64, "sample_positions": np.int64,
+          "keys": np.int64, "temperatures": np.float32, "lengths": np.int32}  # fmt: skip
+Size = tuple[str, np.dtype, tuple[int, ...]]
+
+
+def rows_of(count: int, most: int) -> int:
+    """Rows of the graph that serves `count` sequences: steps of at most an eighth or 8 rows, and `most` itself."""
+    step = max(8, 1 << max(0, (count - 1).bit_length() - 3))
+    return min(most, count if count <= 2 else 4 if count <= 4 else -(-count // step) * step)
+
+
+def context_of(longest: int, most: int) -> int:
+    """Tokens of context of the graph that serves sequences of up to `longest`: a power of two, or `most`."""
+    return min(most, max(SHORTEST, 1 << (longest - 1).bit_length()))
+
+
+class Inputs:
+    """One byte buffer on the device, and views of it; `host` are views of as many pinned buffers as there may be steps
+    in flight."""
+
+    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        sizes: list[Size] = [(name, np.dtype(kind), (rows,)) for name, kind in FIELDS.items()]
+        sizes.append(("tables", np.dtype(np.int32), (rows, pages)))
+        total = sum(kind.itemsize * int(np.prod(shape)) for _, kind, shape in sizes)
+        pinned = device.type == "cuda"
+        self._bytes = torch.zeros(total, dtype=torch.uint8, device=device)
+        self._pinned = [torch.zeros(total, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self.device = _views(self._bytes, sizes)
+        self.host = [{name: x.numpy() for name, x in _views(p, sizes).items()} for p in self._pinned]
+
+    def send(self, turn: int) -> None:
+        self._bytes.copy_(self._pinned[turn], non_blocking=True)
+
+
+def _views(buffer: torch.Tensor, sizes: Sequence[Size]) -> dict[str, torch.Tensor]:
+    views, at = {}, 0
+    for name, kind, shape in sizes:
+        size = kind.itemsize * int(np.prod(shape))
+        views[name] = buffer[at : at + size].view(getattr(torch, kind.name)).view(shape)
+        at += size
+    return views
+
+
+@dataclass(slots=True)
+class Captured:
+    """One graph with its inputs; `replay` runs it on the current stream. `held` keeps alive what the graph reads."""
+
+    inputs: Inputs
+    replay: Callable[[], object]
+    held: tuple[object, ...]
+
+
+class PageTables:
+    """Page tables of a batch's sequences on the host, int32 [rows, pages]; only what changed is written again."""
+
+    def __init__(self, rows: int, pages: int) -> None:
+        self.tables = np.zeros((rows, pages), np.int32)
+        self._held: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
+
+    def update(self, chunks: Sequence[Chunk]) -> None:
+        for i, c in enumerate(chunks):
+            seq = c.seq
+            pages = seq.block_ids
+            held = (seq.index, seq.num_preemptions, len(pages))  # within one admission a table only grows
+            if held != self._held[i]:
+                self.tables[i, : len(pages)] = pages
+                self._held[i] = held
+
+
+class DecodeGraphs:
+    """See the module. `capture(function)` runs `function` once and returns what replays it."""
+
+    def __init__(
+        self,
+        model: Qwen3,
+        cache: CacheState,
+        results: Results,
+        max_tokens: int,
+        capture: Callable[[Callable[[], None]], Callable[[], object]] | None = None,
+    ) -> None:
+        self.model, self.cache, self.results = model, cache, results
+        self.max_rows, self.max_tokens = results.most, max_tokens
+        self.ops = cast("CudaOps", model.ops)
+        self._capture = capture or _CudaCapture()
+        self._graphs: dict[tuple[int, int], Captured] = {}
+        self._tables = PageTables(self.max_rows, -(-max_tokens // self.ops.page_size))
+        self._turn = 0
+        model.reserve_positions(max_tokens)
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def serves(self, chunks: Sequence[Chunk]) -> bool:
+        return all(c.num_tokens == 1 and c.samples for c in chunks)
+
+    def launch(self, chunks: Sequence[Chunk]) -> Computed:
+        """Starts a step of chunks that it `serves`."""
+        longest = max(c.start for c in chunks) + 1
+        key = rows_of(len(chunks), self.max_rows), context_of(longest, self.max_tokens)
+        if (graph := self._graphs.get(key)) is None:
+            graph = self._graphs[key] = self._captured(*key)
+        self._fill(graph.inputs.host[self._turn], chunks)
+        graph.inputs.send(self._turn)
+        self._turn = (self._turn + 1) % IN_FLIGHT
+        graph.replay()
+        return self.results.send(len(chunks))
+
+    def _fill(self, host: dict[str, np.ndarray], chunks: Sequence[Chunk]) -> None:
+        n, page = len(chunks), self.ops.page_size
+        seqs = [c.seq for c in chunks]
+        starts = np.fromiter((c.start for c in chunks), np.int64, n)
+        self._tables.update(chunks)
+        host["ids"][:n] = [seq.token_ids[-1] for seq in seqs]  # where it is pending, `sources` counts
+        host["sources"][:n] = [c.source for c in chunks]
+        host["positions"][:n] = starts
+        host["slots"][:n] = self._tables.tables[np.arange(n), starts // page].astype(np.int64) * page + starts % page
+        host["sample_positions"][:n] = starts + 1
+        host["keys"][:n] = np.array([seq.request.noise_key for seq in seqs], np.uint64).view(np.int64)
+        host["temperatures"][:n] = [seq.request.params.temperature for seq in seqs]
+        host["lengths"][:n] = starts + 1
+        pages = host["tables"].shape[1]
+        host["tables"][:n] = self._tables.tables[:n, :pages]
+        host["sources"][n:], host["slots"][n:], host["lengths"][n:] = -1, -1, 0
+        host["ids"][n:] = host["positions"][n:] = host["keys"][n:] = 0
+
+    def _captured(self, rows: int, context: int) -> Captured:
+        """Captured on rows that are all padding: it leaves the cache as it is, and so the results of the last step."""
+        inputs = Inputs(rows, -(-context // self.ops.page_size), self.model.ops.device)
+        inputs.device["slots"].fill_(-1)
+        inputs.device["sources"].fill_(-1)
+        x = inputs.device
+        attention = self.ops.decode_rows(x["lengths"], x["slots"], x["tables"], context)
+        kept = self.results.buffer.clone()
+
+        def decode() -> None:
+            self.cache.rows = attention
+            attention.attention.refresh()
+            known = torch.where(x["sources"] < 0, x["ids"], self.results.tokens[x["sources"].clamp(min=0)])
+            hidden = self.model(known, x["positions"], self.cache)
+            sampled = self.ops.sample(hidden, self.model.head, x["temperatures"], x["keys"], x["sample_positions"])
+            self.results.store(*sampled)
+
+        replay = self._capture(decode)
+        self.results.buffer.copy_(kept)
+        return Captured(inputs, replay, (attention, self.model.rope))
+
+
+class _CudaCapture:
+    """All graphs of an engine share one memory pool: they never run at the same time."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], object]:
+        function()  # compiles kernels, and prepares what a batch needs once, outside the graph
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self.pool)  # torch.cuda.graph() would empty the allocator each time
+            try:
+                function()
+            finally:  # or nothing can be captured after a function that fails
+                graph.capture_end()
+        return graph.replay

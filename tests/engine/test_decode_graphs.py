@@ -1,0 +1,52 @@
+"""What a captured decode step reads from the host: sizes, and page tables that are only written where they changed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from exactrl.engine.decode_graphs import PageTables, context_of, rows_of
+from exactrl.engine.scheduler import Chunk
+from exactrl.engine.sequence import Sequence
+from exactrl.types import Request, SamplingParams
+
+
+def sequence(index: int) -> Sequence:
+    return Sequence(index, Request(str(index), (1,), SamplingParams(9)))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 300, 1024])
+def test_a_graph_holds_the_rows_it_serves_and_no_more_than_it_may(most: int) -> None:
+    sizes = [rows_of(n, most) for n in range(1, most + 1)]
+    assert all(n <= size <= most for n, size in enumerate(sizes, 1))
+    assert all(size < n + max(8, n / 4) for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) <= 44
+    assert sizes == sorted(sizes)
+
+
+def test_contexts() -> None:
+    assert [context_of(n, 5000) for n in (1, 1024, 1025, 2049, 4097)] == [1024, 1024, 2048, 4096, 5000]
+    assert context_of(3, 100) == 100
+
+
+def test_tables_follow_their_sequences() -> None:
+    """Sequences grow, leave, move up, and come back after a preemption with as many other pages."""
+    rng = random.Random(0)
+    tables, running = PageTables(6, 12), [sequence(i) for i in range(6)]
+    for step in range(500):
+        for seq in running:
+            if rng.random() < 0.2 or not seq.block_ids:
+                seq.block_ids.append(rng.randrange(1000))
+            if rng.random() < 0.1 or len(seq.block_ids) > 12:
+                seq.num_preemptions += 1
+                seq.block_ids = [rng.randrange(1000) for _ in range(rng.randint(1, 12))]
+        if rng.random() < 0.2:
+            running.remove(rng.choice(running))
+            running.append(sequence(100 + step))
+        for seq in running:
+            seq.block_ids = seq.block_ids or [rng.randrange(1000)]
+        served = [seq for seq in running if rng.random() < 0.9]
+        tables.update([Chunk(seq, 0, 1, True) for seq in served])
+        for i, seq in enumerate(served):
+            assert tables.tables[i, : len(seq.block_ids)].tolist() == seq.block_ids

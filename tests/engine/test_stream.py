@@ -1,0 +1,66 @@
+"""Completions as they finish, and what is left when nobody wants the rest."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from exactrl.errors import NonFiniteError, RequestError
+from tests.train.helpers import make_engine, request, tokens, trajectories, workload
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_completion_comes_once_with_its_number_and_the_same_bits(overlap):
+    requests = workload()
+    engine = make_engine(max_concurrent=3, overlap=overlap)
+    found = dict(engine.stream(requests))
+    assert sorted(found) == list(range(len(requests)))
+    assert [found[i].id for i in range(len(requests))] == [r.id for r in requests]
+    assert trajectories(found.values()) == trajectories(make_engine().generate(requests))
+
+
+def test_the_first_to_finish_comes_first():
+    engine = make_engine(overlap=True)
+    lengths = [9, 3, 6]
+    order = [i for i, _ in engine.stream([request(f"r{i}", tokens(4, i), n) for i, n in enumerate(lengths)])]
+    assert order == [1, 2, 0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_closed_early_the_engine_is_empty_and_usable(overlap):
+    engine = make_engine(overlap=overlap, max_concurrent=4)
+    completions = engine.stream(workload())
+    next(completions)
+    assert engine.scheduler.has_work
+    completions.close()
+    assert not engine.scheduler.has_work
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    assert trajectories(engine.generate(workload())) == trajectories(make_engine().generate(workload()))
+
+
+def test_garbage_is_collected_while_the_caller_works():
+    completions = make_engine().stream(workload())
+    next(completions)
+    assert gc.isenabled()
+    completions.close()
+
+
+def test_a_request_that_can_never_be_served_stops_all_before_any_work():
+    engine = make_engine()
+    with pytest.raises(RequestError, match="'bad'"):
+        next(engine.stream([*workload(), request("bad", (), 4)]))
+    assert not engine.scheduler.has_work
+    assert engine.stats.steps == 0
+
+
+def test_a_logit_that_is_not_finite_is_named_one_step_late_too():
+    engine = make_engine(overlap=True)
+    weight = engine.model.norm
+    value = weight.value().clone()
+    weight.assign(torch.full_like(value, float("nan")))
+    with pytest.raises(NonFiniteError, match=r"request 'r0'.*position 4"):
+        engine.generate([request("r0", tokens(4, 0), 5)])
+    weight.assign(value)
+    assert trajectories(engine.generate(workload())) == trajectories(make_engine().generate(workload()))

@@ -1,0 +1,95 @@
+"""Captured decode steps and steps launched ahead: the same tokens and logprobs as op by op, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from exactrl.engine.engine import Engine
+from exactrl.model.weights import random_weights
+from exactrl.types import Completion, SamplingParams
+from tests.gpu.small_model import CONFIG, model_of, ops_of, requests_of
+
+PLAIN = {"cuda_graphs": False, "overlap": False}
+
+
+def bits(completions: list[Completion]) -> list[tuple[list[int], bytes, str]]:
+    return [(c.token_ids, c.logprobs.tobytes(), c.finish_reason) for c in completions]
+
+
+def ragged(count: int, new_tokens: int = 40):
+    """Ends by length here and there, and by a stop token that is soon met."""
+    requests = requests_of([1 + 37 * i % 700 for i in range(count)], new_tokens, common=100)
+    return [
+        replace(r, params=SamplingParams(1 + (i * 13) % new_tokens, (1.0, 0.0, 0.7)[i % 3], tuple(range(i % 5 * 40))))
+        for i, r in enumerate(requests)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of(ops_of())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 33, 256])
+def test_all_paths_give_the_same_bits(model, count: int) -> None:
+    requests = ragged(count)
+    expected = bits(Engine(model, kv_tokens=1 << 18, **PLAIN).generate(requests))
+    assert len({reason for _, _, reason in expected}) == 2 or count < 7
+    for limits in ({}, {"overlap": False}, {"cuda_graphs": False}, {"kv_tokens": 4096}, {"max_concurrent": 5}):
+        engine = Engine(model, **{"kv_tokens": 1 << 18, **limits})
+        engine.cache.fill(float("nan"))
+        assert bits(engine.generate(requests)) == expected, limits
+        assert bits(engine.generate(requests[::-1]))[::-1] == expected, limits
+        graphs = engine.runner.graphs
+        assert (graphs is not None and graphs.num_captured > 0) == limits.get("cuda_graphs", True)
+        assert engine.stats.preemptions > 0 or count < 256 or limits != {"kv_tokens": 4096}
+
+
+def test_contexts_to_16k_grow_through_several_graphs(model) -> None:
+    requests = requests_of([16000, 8150, 4090, 1020, 500, 3], 60)
+    expected = bits(Engine(model, kv_tokens=40_000, chunk_tokens=4096, **PLAIN).generate(requests))
+    engine = Engine(model, kv_tokens=40_000, chunk_tokens=4096)
+    assert bits(engine.generate(requests)) == expected
+    assert bits([c for r in requests for c in engine.generate([r])]) == expected
+    assert engine.runner.graphs.num_captured >= 5
+
+
+def test_weights_change_in_place_and_graphs_stay() -> None:
+    model, requests = model_of(ops_of()), ragged(20)
+    engine = Engine(model, kv_tokens=1 << 16)
+    before = bits(engine.generate(requests))
+    captured = engine.runner.graphs.num_captured
+    other = list(random_weights(CONFIG, 1, peak=4.0, embed=0.1, device=model.ops.device))
+    digest = engine.load_weights(other, 1)
+    after = bits(engine.generate(requests))
+    assert engine.runner.graphs.num_captured == captured
+    assert after != before
+    fresh = Engine(model_of(ops_of()), kv_tokens=1 << 16, **PLAIN)
+    assert fresh.load_weights(other, 1) == digest
+    assert bits(fresh.generate(requests)) == after
+
+
+def test_an_engine_that_slept_has_given_its_memory_back_and_goes_on(model) -> None:
+    engine, requests = Engine(model, kv_tokens=1 << 20), ragged(20)
+    expected = bits(engine.generate(requests))
+    torch.cuda.synchronize()
+    awake = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    pages = 2 * (1 << 20) * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+    assert torch.cuda.mem_get_info()[0] - awake > 0.9 * pages
+    assert bits(engine.generate(requests)) == expected
+
+
+def test_closed_streams_leave_the_engine_usable(model) -> None:
+    engine, requests = Engine(model, kv_tokens=1 << 16), ragged(30)
+    expected = bits(Engine(model, kv_tokens=1 << 16, **PLAIN).generate(requests))
+    for taken in (1, 5):
+        completions = engine.stream(requests)
+        for _ in range(taken):
+            next(completions)
+        completions.close()
+        assert engine.allocator.num_free == engine.allocator.num_blocks
+    assert bits(engine.generate(requests)) == expected
