@@ -6,6 +6,7 @@ kernels and copies that know nothing of early launches, and memory that the allo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -43,12 +44,18 @@ def slow(h: torch.Tensor, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return triton_norm.backward(h, w, dy, None, EPS, BF16, False)[0]
 
 
+@functools.cache
+def rope_of(dim: int, positions: int) -> RopeTable:
+    """Made before a chain is captured: a graph takes nothing from the host."""
+    return RopeTable.build(1e6, dim, positions).to("cuda")
+
+
 def memory_is_written_again(inputs, pause: Pause) -> list[torch.Tensor]:
     """A long reader of y, then a short kernel that writes into y, where the long one reads last, too."""
     large, row, w = inputs
     shape = HeadShape(20, 20, 128)
     assert shape.kv_heads * shape.dim == WIDTH
-    rope = RopeTable(*(t.cuda() for t in (lambda r: (r.cos, r.sin))(RopeTable.build(1e6, shape.dim, 1024))))
+    rope = rope_of(shape.dim, 1024)
     slots = torch.arange(7, ROWS, 8, device="cuda")
     x, positions = row.expand(len(slots), -1).repeat(1, 3), torch.arange(len(slots), device="cuda") % 1024
     found = []
@@ -160,7 +167,7 @@ def test_padded_rows_may_hold_anything() -> None:
     """In a graph, as a decoder runs them: no fault, no hang, and no bit of the rows that count."""
     shape, rows, real, vocabulary = HeadShape(8, 4, 64), 16, 5, 5000
     n = (shape.heads + 2 * shape.kv_heads) * shape.dim
-    rope = RopeTable(*(t.cuda() for t in (lambda r: (r.cos, r.sin))(RopeTable.build(1e6, shape.dim, 100))))
+    rope = rope_of(shape.dim, 100)
     w, x = normal(n, seed=1), normal(rows, n, seed=2)
     logits = normal(rows, vocabulary, seed=3).float()
     positions = torch.arange(rows).cuda()
