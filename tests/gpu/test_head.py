@@ -32,10 +32,10 @@ def product(x, w, out_dtype, leaves):
 
 
 def draws(rows: int):
-    from exactrl.ops.cuda.triton_noise import key_tensor
+    from exactrl.ops.transfer import key_bits
 
     keys = np.random.default_rng(0).integers(0, 2**64, rows, dtype=np.uint64)
-    return keys, key_tensor(keys, "cuda"), torch.arange(rows, device="cuda") * 31
+    return keys, key_bits(keys).cuda(), torch.arange(rows, device="cuda") * 31
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)

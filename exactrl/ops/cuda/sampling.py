@@ -21,7 +21,7 @@ def sample_exact(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(tokens int64 [R], logprobs fp32 [R], digests int64 [R] of the rows' whole log-probabilities when asked for).
 
-    logits fp32 [R, V]; temperatures fp32 [R] >= 0; keys int64 [R] (`triton_noise.key_tensor`); positions int64 [R]: the
+    logits fp32 [R, V]; temperatures fp32 [R] >= 0; keys int64 [R] (`transfer.key_bits`); positions int64 [R]: the
     position that the sampled token will have.
     """
     from exactrl.ops.cuda.triton_logprob import blocks, logprob_digests, merge

@@ -7,7 +7,6 @@ libdevice computes it: the device's own bits.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -82,14 +81,8 @@ def _uniform_rows(keys, positions, out, V, COUNT: tl.constexpr):
     tl.store(out + row.to(tl.int64) * V + i, uniform(words), mask=i < V)
 
 
-def key_tensor(keys: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """Keys uint64 [R] as the int64 tensor of the same bits that the kernels read."""
-    assert keys.dtype == np.uint64, keys.dtype
-    return torch.from_numpy(keys.view(np.int64)).to(device)
-
-
 def uniform_rows(keys: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
-    """u fp32 [R, vocab] behind the noise of R draws; keys from `key_tensor`, positions int64 [R]."""
+    """u fp32 [R, vocab] behind the noise of R draws; keys from `transfer.key_bits`, positions int64 [R]."""
     out = torch.empty(len(keys), vocab, dtype=torch.float32, device=keys.device)
     if len(keys):
         _uniform_rows[(len(keys), triton.cdiv(vocab, 1024))](keys, positions, out, vocab, 1024, num_warps=4, **EARLY)

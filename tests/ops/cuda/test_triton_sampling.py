@@ -12,8 +12,9 @@ import triton.language as tl
 
 from exactrl.ops.cuda import triton_logprob as kernels
 from exactrl.ops.cuda.sampling import sample_exact
-from exactrl.ops.cuda.triton_noise import gumbel_bound, key_tensor, uniform_rows
+from exactrl.ops.cuda.triton_noise import gumbel_bound, uniform_rows
 from exactrl.ops.head import gumbel_uniforms
+from exactrl.ops.transfer import key_bits
 from tests.ops.cuda import head_definition as definition
 from tests.ops.cuda.test_triton_head import logits_of, run, same, temperatures_of
 
@@ -24,7 +25,7 @@ POSITIONS = torch.tensor([0, 1, 511, 40000, 2**31 - 1])
 
 @pytest.mark.parametrize("vocab", [1, 6, 1024, 4099])
 def test_uniform_numbers_are_the_cpu_s(vocab: int) -> None:
-    u = uniform_rows(key_tensor(KEYS, "cpu"), POSITIONS, vocab)
+    u = uniform_rows(key_bits(KEYS), POSITIONS, vocab)
     for row, key, position in zip(u, KEYS, POSITIONS, strict=True):
         assert same(row, gumbel_uniforms(int(key), int(position), vocab))
 
@@ -67,7 +68,7 @@ def test_both_ways_to_the_best_entry_are_taken(monkeypatch: pytest.MonkeyPatch) 
 def draw(logits: torch.Tensor, temperatures: torch.Tensor, seed: int = 0):
     keys = np.random.default_rng(seed).integers(0, 2**64, len(logits), dtype=np.uint64)
     positions = torch.arange(len(logits)) * 977
-    return keys, positions, sample_exact(logits, temperatures, key_tensor(keys, "cpu"), positions, digest=True)
+    return keys, positions, sample_exact(logits, temperatures, key_bits(keys), positions, digest=True)
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "masked"])
@@ -97,7 +98,7 @@ def test_a_draw_ignores_its_neighbours_and_the_cut(group: int, monkeypatch: pyte
     for row in reversed(range(6)):
         cut = slice(row, row + 1)
         wide = torch.cat([logits[cut], torch.full((1, 7), torch.inf)], 1)[:, :2500]
-        alone = sample_exact(wide, temperatures[cut], key_tensor(keys[cut], "cpu"), positions[cut], digest=True)
+        alone = sample_exact(wide, temperatures[cut], key_bits(keys[cut]), positions[cut], digest=True)
         for found, expected in zip(alone, (tokens, logprobs, digests), strict=True):
             assert same(found, expected[cut])
 
@@ -105,7 +106,7 @@ def test_a_draw_ignores_its_neighbours_and_the_cut(group: int, monkeypatch: pyte
 def test_every_part_of_the_key_and_the_position_count() -> None:
     logits, ones = torch.zeros(1, 4000), torch.ones(1)
     found = {
-        int(sample_exact(logits, ones, key_tensor(np.array([key], np.uint64), "cpu"), torch.tensor([position]))[0])
+        int(sample_exact(logits, ones, key_bits(np.array([key], np.uint64)), torch.tensor([position]))[0])
         for key, position in [(0, 0), (1, 0), (2**32, 0), (2**63, 0), (0, 1), (0, 2**30)]
     }
     assert len(found) == 6
@@ -113,7 +114,7 @@ def test_every_part_of_the_key_and_the_position_count() -> None:
 
 def one(values, temperature: float = 1.0, key: int = 0) -> tuple[int, float]:
     logits = torch.tensor(np.asarray(values, np.float32))[None]
-    keys = key_tensor(np.array([key], np.uint64), "cpu")
+    keys = key_bits(np.array([key], np.uint64))
     tokens, logprobs, digests = sample_exact(logits, torch.tensor([float(temperature)]), keys, torch.tensor([3]))
     assert digests is None
     return int(tokens[0]), float(logprobs[0])
