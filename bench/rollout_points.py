@@ -139,27 +139,37 @@ def started(setup: Setup, work: Sequence[Workload], began: float) -> tuple[Engin
     }  # fmt: skip
 
 
+def captured(engine: Engine) -> int:
+    return engine.runner.graphs.num_captured if engine.runner.graphs is not None else 0
+
+
+def settled(seconds: Sequence[float], graphs: Sequence[int]) -> list[float]:
+    """Those of `seconds` in which no graph was captured, or all; `graphs` counts before the first and after each."""
+    found = [s for s, before, after in zip(seconds, graphs, graphs[1:], strict=False) if before == after]
+    return found or list(seconds)
+
+
 def throughput(engine: Engine, work: Workload, repeats: int, chunk_tokens: int) -> Row:
-    """Whole `generate` calls, prompts included, after one with a few tokens for each sequence. Graphs that it did not
-    need are captured in the first repeat, which the median of three leaves out; `graphs` counts them after each."""
+    """Whole `generate` calls, prompts included, after one with a few tokens for each sequence. Repeats in which graphs
+    were captured, the first ones, do not count where others follow; `graphs` counts them before and after each."""
     vocab, stats = engine.model.config.vocab_size, EngineStats()
     seconds: list[float] = []
-    graphs: list[int] = []
     engine.generate(work.requests(repeats, vocab, WARM_UP_TOKENS))
+    graphs = [captured(engine)]
     for repeat in range(repeats):
         requests, engine.stats = work.requests(repeat, vocab), EngineStats()
         gc.collect()
         begin = time.perf_counter()
         completions = engine.generate(requests)
         seconds.append(time.perf_counter() - begin)
-        graphs.append(engine.runner.graphs.num_captured if engine.runner.graphs else 0)
+        graphs.append(captured(engine))
         assert [len(c.token_ids) for c in completions] == list(work.new), "a response ended early"
         stats = engine.stats
     new = sum(work.new)
     return {
         "what": "throughput", "workload": work.name, "sequences": len(work.prompts),
         "prompt_tokens": sum(work.prompts), "new_tokens": new, "seconds": [round(s, 4) for s in seconds],
-        "tokens_per_sec": round(new / statistics.median(seconds), 1), "steps": stats.steps,
+        "tokens_per_sec": round(new / statistics.median(settled(seconds, graphs)), 1), "steps": stats.steps,
         "graphs": graphs, "preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens,
         "chunk_tokens": chunk_tokens,
     }  # fmt: skip

@@ -210,3 +210,11 @@ def test_an_argument_that_makes_no_sense_is_refused() -> None:
             rollout.parser().parse_args(wrong)
     found = rollout.parser().parse_args(["--engine", "overlap=false", "max_concurrent=4"])
     assert dict(found.engine) == {"overlap": False, "max_concurrent": 4}
+
+
+def test_repeats_that_captured_graphs_do_not_count() -> None:
+    from bench.rollout_points import settled
+
+    assert settled([9.0, 5.0, 6.0], [2, 7, 7, 7]) == [5.0, 6.0]
+    assert settled([9.0, 8.0], [0, 3, 4]) == [9.0, 8.0]
+    assert settled([3.0, 4.0], [0, 0, 0]) == [3.0, 4.0]

@@ -8,6 +8,7 @@ graph reads in each replay; what attention kernels prepare once a step they prep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -24,20 +25,21 @@ if TYPE_CHECKING:
     from exactrl.ops.cuda.binding import CudaOps
 
 SHORTEST = 1024  # tokens of the context that the smallest graphs are captured for
+SCRATCH_BYTES = 4 << 30  # that the attention of all captured graphs may keep for partial results
 FIELDS = {"ids": np.int64, "sources": np.int64, "positions": np.int64, "slots": np.int64, "sample_positions": np.int64,
           "keys": np.int64, "temperatures": np.float32, "lengths": np.int32}  # fmt: skip
 Size = tuple[str, np.dtype, tuple[int, ...]]
 
 
-def rows_of(count: int, most: int) -> int:
-    """Rows of the graph that serves `count` sequences: steps of at most an eighth or 8 rows, and `most` itself."""
+def rows_of(count: int, max_rows: int) -> int:
+    """Rows of the graph that serves `count` sequences: steps of at most a fourth or 8 rows, and `max_rows` itself."""
     step = max(8, 1 << max(0, (count - 1).bit_length() - 3))
-    return min(most, count if count <= 2 else 4 if count <= 4 else -(-count // step) * step)
+    return min(max_rows, count if count <= 2 else 4 if count <= 4 else -(-count // step) * step)
 
 
-def context_of(longest: int, most: int) -> int:
-    """Tokens of context of the graph that serves sequences of up to `longest`: a power of two, or `most`."""
-    return min(most, max(SHORTEST, 1 << (longest - 1).bit_length()))
+def context_of(longest: int, max_tokens: int) -> int:
+    """Tokens of context of the graph that serves sequences of up to `longest`: a power of two, or `max_tokens`."""
+    return min(max_tokens, max(SHORTEST, 1 << (longest - 1).bit_length()))
 
 
 class Inputs:
@@ -105,7 +107,7 @@ class DecodeGraphs:
         capture: Callable[[Callable[[], None]], Callable[[], object]] | None = None,
     ) -> None:
         self.model, self.cache, self.results = model, cache, results
-        self.max_rows, self.max_tokens = results.most, max_tokens
+        self.max_rows, self.max_tokens = results.max_rows, max_tokens
         self.ops = cast("CudaOps", model.ops)
         self._capture = capture or _CudaCapture()
         self._graphs: dict[tuple[int, int], Captured] = {}
@@ -125,6 +127,7 @@ class DecodeGraphs:
         longest = max(c.start for c in chunks) + 1
         key = rows_of(len(chunks), self.max_rows), context_of(longest, self.max_tokens)
         if (graph := self._graphs.get(key)) is None:
+            self._make_room(*key)
             graph = self._graphs[key] = self._captured(*key)
         self._fill(graph.inputs.host[self._turn], chunks)
         graph.inputs.send(self._turn)
@@ -150,6 +153,19 @@ class DecodeGraphs:
         host["sources"][n:], host["slots"][n:], host["lengths"][n:] = -1, -1, 0
         host["ids"][n:] = host["positions"][n:] = host["keys"][n:] = 0
 
+    def _make_room(self, rows: int, context: int) -> None:
+        """Drops all graphs where another one's scratch memory would be too much beside theirs."""
+        held = sum(self._scratch_bytes(*key) for key in self._graphs)
+        if self._graphs and held + self._scratch_bytes(rows, context) > SCRATCH_BYTES:
+            if self.model.ops.device.type == "cuda":
+                torch.cuda.synchronize()  # the step before may be one of them
+            self._graphs.clear()
+
+    def _scratch_bytes(self, rows: int, context: int) -> int:
+        """Of numerators, maxima and denominators of all splits, fp32."""
+        splits = -(-context // self.ops.contract.kv_split)
+        return rows * splits * self.model.shape.heads * (self.model.shape.dim + 2) * 4
+
     def _captured(self, rows: int, context: int) -> Captured:
         """Captured on rows that are all padding: it leaves the cache as it is, and so the results of the last step."""
         inputs = Inputs(rows, -(-context // self.ops.page_size), self.model.ops.device)
@@ -172,17 +188,23 @@ class DecodeGraphs:
         return Captured(inputs, replay, (attention, self.model.rope))
 
 
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all graphs of the process: cuBLAS keeps a workspace for every stream it has met."""
+    return torch.cuda.Stream(device)
+
+
 class _CudaCapture:
     """All graphs of an engine share one memory pool: they never run at the same time."""
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), _capture_stream(torch.cuda.current_device())
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], object]:
         function()  # compiles kernels, and prepares what a batch needs once, outside the graph
         torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.pool)  # torch.cuda.graph() would empty the allocator each time
             try:
                 function()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 
 from exactrl.engine.allocator import BlockAllocator, FreeOrder
 from exactrl.engine.decode_graphs import DecodeGraphs
+from exactrl.engine.memory import num_blocks
 from exactrl.engine.results import Computed, Results
 from exactrl.engine.runner import Runner
 from exactrl.engine.scheduler import Chunk, Scheduler
@@ -28,10 +28,6 @@ from exactrl.types import Completion, EngineStats, Request
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.binding import CudaOps
-
-KV_SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.85}
-"""Of the memory that is free at start, where kv_tokens is 0. A GPU's rest is for activations and graphs: while a
-trainer works on the same GPU the cache sleeps."""
 
 
 class Engine:
@@ -67,16 +63,12 @@ class Engine:
         """Raises ConfigError for a limit that allows nothing, EnvironmentProblem where denormals are flushed."""
         if model.ops.device.type == "cpu":
             require_denormals()
-        page = model.ops.page_size
         self.model, self.weight_version = model, 0
         limit = max_model_tokens or model.config.max_positions
-        num_blocks = (
-            -(-kv_tokens // page) if kv_tokens else _blocks_that_fit(model, max_concurrent * limit, reserve_bytes)
-        )
-        _require_memory(num_blocks * _block_bytes(model), kv_tokens, model.ops.device)
+        blocks = num_blocks(model, kv_tokens, max_concurrent * limit, reserve_bytes)
         self.allocator = BlockAllocator(
-            num_blocks,
-            page,
+            blocks,
+            model.ops.page_size,
             root_key=self._root(),
             enable_prefix_cache=prefix_cache,
             order=block_order,
@@ -100,14 +92,26 @@ class Engine:
 
     @see.setter
     def see(self, value: Probe) -> None:
-        self._see = self.runner.see = value
+        """Raises RequestError while sequences are being generated: a step may be under way without it."""
+        self._require_idle("the probe cannot change")
+        self._see = value
+        if self._runner is not None:
+            self._runner.see = value
 
     @property
     def runner(self) -> Runner:
         """Cache and graphs, made when they are first needed, after a `sleep` anew."""
         if self._runner is None:
             model, limit, blocks = self.model, self.scheduler.max_model_tokens, self.allocator.num_blocks
-            cache = paged_state(model.ops, model.config.num_layers, blocks, model.shape, model.dtype)
+            if model.ops.device.type == "cuda":
+                torch.cuda.empty_cache()  # what a trainer left behind in pieces
+            try:
+                cache = paged_state(model.ops, model.config.num_layers, blocks, model.shape, model.dtype)
+            except torch.OutOfMemoryError as error:
+                raise EnvironmentProblem(
+                    f"the KV cache of {blocks * model.ops.page_size} tokens no longer fits beside what else the GPU "
+                    "holds; lower rollout.kv_tokens (--kv-tokens)"
+                ) from error
             results = Results(self.scheduler.max_concurrent, model.ops.device)
             graphs = DecodeGraphs(model, cache, results, limit) if self._graphs else None
             self._runner = Runner(model, cache, results, self._see, graphs)
@@ -118,17 +122,20 @@ class Engine:
         return self.runner.cache
 
     def sleep(self) -> None:
-        """On a GPU, gives back the memory of KV cache and graphs; what comes next takes it again. Forgets the prefix
-        cache. Raises RequestError while sequences are being generated."""
+        """Forgets the prefix cache. On a GPU, gives back the memory of KV cache and graphs, too; what comes next takes
+        it again and captures anew. Raises RequestError while sequences are being generated."""
+        self._require_idle("the engine cannot sleep")
+        self.allocator.reset(self._root())
         if self.model.ops.device.type == "cuda":
             self._drop_runner()
             torch.cuda.empty_cache()
 
     def _drop_runner(self) -> None:
-        if self.scheduler.has_work:
-            raise RequestError("the engine cannot sleep while sequences are being generated")
-        self.allocator.reset(self._root())
         self._runner = None
+
+    def _require_idle(self, what: str) -> None:
+        if self.scheduler.has_work:
+            raise RequestError(f"{what} while sequences are being generated")
 
     @property
     def stats(self) -> EngineStats:
@@ -145,13 +152,14 @@ class Engine:
         """Completions in request order; `on_progress(finished, total)` after every step.
 
         Raises RequestError for a request that can never be served, before any work; NonFiniteError, naming request and
-        position, when a sampled logprob is not finite. After any exception the engine is empty and usable again.
+        position, when a sampled logprob is not finite. After any exception the engine is empty and usable again; only
+        where it was generating already it refuses the second call (RequestError) and goes on.
         Raises ModelError while the weights are half old, half new: after a load_weights that failed.
         """
         sequences: list[Generation] = []
         finished = 0
-        with _garbage_collection_paused():
-            for step in self._steps(requests, sequences):
+        with _garbage_collection_paused(), closing(self._steps(requests, sequences)) as steps:
+            for step in steps:
                 finished += len(step)
                 if on_progress:
                     on_progress(finished, len(requests))
@@ -168,17 +176,19 @@ class Engine:
                 with _garbage_collection_paused():
                     finished = next(steps, None)
                 if finished is None:
-                    return
+                    break
                 number = number or {seq: i for i, seq in enumerate(sequences)}
                 for seq in finished:
                     yield number[seq], self._completion(seq)
         finally:
             steps.close()
+        assert all(seq.finish_reason for seq in sequences), "somebody else took the engine's sequences"
 
     def _steps(self, requests: Sequence[Request], sequences: list[Generation]) -> Generator[list[Generation]]:
         """Fills `sequences`, then yields what each step finished. Leaves the engine empty, however it ends."""
         if not self._weights_whole:
             raise ModelError("the last load_weights failed half-way; load complete weights before generating")
+        self._require_idle("one call at a time: finish or close the other one; nothing can be generated")
         try:
             sequences += [self.scheduler.add(self._valid(r)) for r in requests]
             self.model.reserve_positions(max((s.max_tokens for s in sequences), default=0))
@@ -186,12 +196,15 @@ class Engine:
                 yield self.step()
         except BaseException:
             self.scheduler.abort_all()
-            self._launched.clear()
+            while self._launched:  # their buffers are used again by what comes next
+                self._launched.popleft()[1].wait()
             raise
 
     @torch.no_grad()
     def step(self) -> list[Generation]:
         """Launches the next step, then books the earliest that was launched; returns the sequences that it finished."""
+        if not self.scheduler.has_work:
+            return []
         if chunks := self.scheduler.schedule():
             self._launched.append((chunks, self.runner.launch(chunks)))
             if self.overlap and len(self._launched) == 1 and self.see is unchanged:
@@ -203,8 +216,7 @@ class Engine:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> str:
         """Replaces all weights in place and forgets the prefix cache; returns the digest of what kernels now read."""
-        if self.scheduler.has_work:
-            raise RequestError("weights cannot change while sequences are being generated")
+        self._require_idle("weights cannot change")
         self._weights_whole = False
         load_weights(self.model, weights, f"weight version {version}")
         self._weights_whole = True
@@ -214,8 +226,7 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Forgets the prefix cache and the order of free blocks: what follows is scheduled as in a fresh engine."""
-        if self.scheduler.has_work:
-            raise RequestError("the cache cannot be reset while sequences are being generated")
+        self._require_idle("the cache cannot be reset")
         self.allocator.reset(self._root())
 
     def require_servable(self, request: Request) -> None:
@@ -252,47 +263,6 @@ class Engine:
             seq.request.id, seq.generated_ids, logprobs, seq.finish_reason, self.weight_version,
             seq.num_cached, seq.num_preemptions,
         )  # fmt: skip
-
-
-def _require_memory(size: int, kv_tokens: int, device: torch.device) -> None:
-    """Raises EnvironmentProblem for a cache larger than the device's memory, before any of it is set up."""
-    free = _free_memory(device)
-    if size > (limit := free if device.type == "cuda" else 2 * free):
-        raise EnvironmentProblem(
-            f"a KV cache of {kv_tokens} tokens takes {size / 2**30:,.1f} GiB, this {_where(device)} has about "
-            f"{limit / 2**30:,.0f} GiB; lower rollout.kv_tokens (--kv-tokens), or 0 for what fits"
-        )
-
-
-def _block_bytes(model: Qwen3) -> int:
-    """Memory of one block of the KV cache over all layers."""
-    c = model.config
-    dim = c.head_dim + -(-c.head_dim // 16) * 16
-    return model.ops.page_size * c.num_layers * c.num_kv_heads * dim * (4 if model.dtype == torch.float32 else 2)
-
-
-def _blocks_that_fit(model: Qwen3, wanted_tokens: int, reserve_bytes: int) -> int:
-    free = _free_memory(model.ops.device) - reserve_bytes
-    fitting = int(free * KV_SHARE_OF_MEMORY[model.ops.device.type]) // _block_bytes(model)
-    return max(1, min(-(-wanted_tokens // model.ops.page_size), fitting))
-
-
-def _where(device: torch.device) -> str:
-    return "GPU" if device.type == "cuda" else "machine"
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes: what is available, or half of what the machine has where the system does not say (macOS, Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (ValueError, OSError, AttributeError):
-        return 4 << 30
 
 
 @contextmanager

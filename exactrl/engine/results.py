@@ -25,20 +25,20 @@ class Results:
     At most IN_FLIGHT steps may be launched before the first of them is waited for.
     """
 
-    most: int
+    max_rows: int
     device: torch.device
     buffer: torch.Tensor = field(init=False)
     _host: list[torch.Tensor] = field(init=False)
     _turn: int = 0
 
     def __post_init__(self) -> None:
-        self.buffer = torch.zeros(2, self.most, dtype=torch.int64, device=self.device)
+        self.buffer = torch.zeros(2, self.max_rows, dtype=torch.int64, device=self.device)
         pinned = self.device.type == "cuda"
-        self._host = [torch.zeros(2, self.most, dtype=torch.int64, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._host = [torch.zeros(2, self.max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(IN_FLIGHT)]
 
     @property
     def tokens(self) -> torch.Tensor:
-        """int64 [most]."""
+        """int64 [max_rows]."""
         return self.buffer[0]
 
     def store(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:

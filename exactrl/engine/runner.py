@@ -30,8 +30,9 @@ class Runner:
     graphs: DecodeGraphs | None = None
 
     def launch(self, chunks: Sequence[Chunk]) -> Computed:
-        """Starts a step and does not wait for a GPU. Tokens that are pending come from the step launched before."""
-        if self.graphs and self.see is unchanged and self.graphs.serves(chunks):
+        """Starts a step; a captured one does not wait for the GPU, one that runs op by op while its inputs are copied.
+        Tokens that are pending come from the step launched before."""
+        if self.graphs is not None and self.see is unchanged and self.graphs.serves(chunks):
             return self.graphs.launch(chunks)
         ops = self.model.ops
         batch = on_device(Batch.build(chunks, self.model.shape, ops), ops.device)

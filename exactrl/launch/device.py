@@ -25,12 +25,13 @@ def make_ops(device: str, contract: Contract, true_on_policy: bool, dtype: str, 
             f"on the GPU the contract is defined for bfloat16 models, not {dtype}; use bfloat16, or the device cpu"
         )
     require_gpu("device cuda", "use the device cpu")
+    from exactrl.parity.certificate import attention_shapes, linear_shapes
+
     if not true_on_policy:
         from exactrl.ops.cuda.plain import plain_ops
 
-        return plain_ops(contract)
+        return plain_ops(contract, attention_shapes(model, "canonical"))
     from exactrl.ops.cuda.binding import certified_ops
-    from exactrl.parity.certificate import attention_shapes, linear_shapes
 
     linears = list(linear_shapes(model, contract.k_leaves).values())
     attends = attention_shapes(model, contract.attention)

@@ -7,6 +7,7 @@ from typing import cast
 from exactrl.ops.cpu import jit
 from exactrl.parity.compare import Tally
 from exactrl.parity.subject import Subject
+from exactrl.types import Completion, Request
 
 
 def batch_composition(subject: Subject, tally: Tally) -> None:
@@ -35,12 +36,18 @@ def prefix_cache(subject: Subject, tally: Tally) -> None:
     tally.notes.append(f"{hits} tokens from the cache")
 
 
-def preemption(subject: Subject, tally: Tally) -> None:
-    """A cache that holds little more than the longest sequence."""
+def _without_the_longest(subject: Subject) -> tuple[list[Request], list[Completion], int]:
+    """Requests of which several are under way in the memory that the longest of them needs, what comes of them, and
+    how many KV tokens that is."""
     longest = max(len(r.token_ids) + r.params.max_new_tokens for r in subject.requests)
     ids = [r for r in subject.requests if len(r.token_ids) + r.params.max_new_tokens < longest] or subject.requests
     need = max(len(r.token_ids) + r.params.max_new_tokens for r in ids)
-    baseline = [c for c in subject.baseline if c.id in {r.id for r in ids}]
+    return ids, [c for c in subject.baseline if c.id in {r.id for r in ids}], need
+
+
+def preemption(subject: Subject, tally: Tally) -> None:
+    """A cache that holds little more than the longest sequence."""
+    ids, baseline, need = _without_the_longest(subject)
     count = 0
     page = subject.rollout_model.ops.page_size
     for spare in (0, page, 3 * page):
@@ -68,12 +75,13 @@ def nan_cache(subject: Subject, tally: Tally) -> None:
 
 def overlap(subject: Subject, tally: Tally) -> None:
     """Steps one after the other, and each launched before the one before is known; with few blocks, too."""
-    page = subject.rollout_model.ops.page_size
-    longest = max(len(r.token_ids) + r.params.max_new_tokens for r in subject.requests)
+    ids, baseline, need = _without_the_longest(subject)
     for on in (False, True):
-        for limits in ({}, {"kv_tokens": longest + page, "max_concurrent": 5}):
-            engine = subject.make_engine(overlap=on, **limits)
-            tally.trajectories(engine.generate(subject.requests), subject.baseline, f"overlap {on}, {limits}")
+        found = subject.make_engine(overlap=on).generate(subject.requests)
+        tally.trajectories(found, subject.baseline, f"overlap {on}")
+        engine = subject.make_engine(overlap=on, kv_tokens=need)
+        tally.trajectories(engine.generate(ids), baseline, f"overlap {on}, {need} KV tokens")
+        tally.require(engine.stats.preemptions > 0, "nothing was preempted")
 
 
 def cuda_graphs(subject: Subject, tally: Tally) -> None:

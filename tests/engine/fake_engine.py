@@ -63,6 +63,7 @@ class FakeEngine:
         self.in_flight: deque[tuple[list[Chunk], list[tuple[int, float]]]] = deque()
         self.sampled: list[tuple[int, float]] = []  # of the step computed last
         self.in_vain = 0
+        self.ended_in_the_queue = 0
         self.preempted_in_flight = 0  # sequences whose sampled token was on its way when they lost their blocks
 
     def load_weights(self, weights: int, root_key: tuple[int, str]) -> None:
@@ -130,7 +131,9 @@ class FakeEngine:
                 return []
         chunks, sampled = self.in_flight.popleft()
         self.in_vain += sum(c.num_tokens for c in chunks if c.seq.finish_reason is not None)
+        waiting = set(scheduler.waiting)
         finished = scheduler.update(chunks, sampled)
+        self.ended_in_the_queue += len(waiting & set(finished))
         scheduler.check_invariants()
         self.check_cache()
         return finished

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from exactrl.errors import ConfigError, ModelError, NonFiniteError, RequestError
+from exactrl.engine import memory
+from exactrl.errors import ConfigError, EnvironmentProblem, ModelError, NonFiniteError, RequestError
 from exactrl.model.weights import random_weights
 from exactrl.ops.head import gumbel_uniforms
 from exactrl.sync.memory import sync
@@ -368,17 +369,29 @@ def test_a_cache_larger_than_memory_is_refused_at_once():
 
 
 def test_a_cache_given_back_comes_back_and_changes_no_bit(dtype, expected):
-    """What `sleep` does on a GPU. On the CPU the cache stays."""
+    """What `sleep` does on a GPU. On the CPU the memory stays."""
     engine = make_engine(dtype)
     first, cache = engine.generate(workload()), engine.cache
     engine.sleep()
+    assert engine.allocator.match_prefix(list(workload()[0].token_ids)) == []
     assert engine.cache is cache
     engine._drop_runner()
-    assert engine.allocator.match_prefix(list(workload()[0].token_ids)) == []
     assert trajectories(engine.generate(workload())) == trajectories(first) == expected
     assert engine.cache is not cache
     rest = engine.stream(workload())
     next(rest)
     with pytest.raises(RequestError, match="cannot sleep"):
-        engine._drop_runner()
+        engine.sleep()
     rest.close()
+
+
+def test_memory_that_others_will_take_is_left_to_them(monkeypatch, dtype):
+    model = build(config(), dtype=dtype, trainable=False)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1000 * memory.block_bytes(model))
+    at = {reserve: memory.num_blocks(model, 0, 10**9, reserve * memory.block_bytes(model)) for reserve in (0, 500)}
+    assert at == {0: 400, 500: 200}
+    with pytest.raises(EnvironmentProblem, match=r"no room for a KV cache.*of which the optimizer will take"):
+        memory.num_blocks(model, 0, 10**9, 2000 * memory.block_bytes(model))
+    memory.num_blocks(model, 1000 * model.ops.page_size, 1, 0)
+    with pytest.raises(EnvironmentProblem, match=r"for the optimizer; lower rollout.kv_tokens"):
+        memory.num_blocks(model, 1001 * model.ops.page_size, 1, 500 * memory.block_bytes(model))

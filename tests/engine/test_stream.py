@@ -64,3 +64,35 @@ def test_a_logit_that_is_not_finite_is_named_one_step_late_too():
         engine.generate([request("r0", tokens(4, 0), 5)])
     weight.assign(value)
     assert trajectories(engine.generate(workload())) == trajectories(make_engine().generate(workload()))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_call_at_a_time(overlap):
+    """A second one is refused, and the first one loses nothing."""
+    engine, requests = make_engine(overlap=overlap, max_concurrent=3), workload()
+    first = engine.stream(requests)
+    found = dict([next(first)])
+    others = [request("other", tokens(4, 1), 3)]
+    for second in (lambda: engine.generate(others), lambda: next(engine.stream(others))):
+        with pytest.raises(RequestError, match="one call at a time"):
+            second()
+    with pytest.raises(RequestError, match="probe cannot change"):
+        engine.see = lambda name, x: x
+    found.update(first)
+    assert trajectories(found.values()) == trajectories(make_engine().generate(requests))
+
+
+def test_a_step_without_work_does_nothing():
+    assert make_engine(overlap=True).step() == []
+
+
+def test_progress_that_raises_leaves_the_engine_usable():
+    engine = make_engine(overlap=True)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(workload(), stop)
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    assert trajectories(engine.generate(workload())) == trajectories(make_engine().generate(workload()))

@@ -9,14 +9,16 @@ What exactness costs is measured against this.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from exactrl.contract import AttentionShape, Contract
+from exactrl.errors import ConfigError, EnvironmentProblem
 from exactrl.ops.cuda.attention import (
     AttentionChoice,
     AttentionImplementation,
@@ -141,21 +143,37 @@ def our_attention(shape: AttentionShape, offered: Mapping[str, AttentionImplemen
         return next(found, None)
 
     in_order, split = first(IN_ORDER), first(SPLIT) if shape.page_size else None
-    assert in_order is not None, f"no attention kernel for {shape}"
+    if in_order is None:
+        raise ConfigError(f"no attention kernel on the GPU for {shape}; use the device cpu")
     return AttentionChoice(split, in_order, split.most_rows or 0) if split else AttentionChoice(in_order, in_order, 0)
 
 
-def plain_ops(contract: Contract) -> PlainOps:
+def plain_ops(contract: Contract, shapes: Sequence[AttentionShape] = ()) -> PlainOps:
     """Ops that run what is fastest; `contract` gives only what it says about dtypes (k_leaves and orders are not kept).
-    Needs no certificate."""
+    Needs no certificate. Raises ConfigError for one of the model's attention `shapes` that nothing here computes,
+    EnvironmentProblem where Flash Attention 3 is installed and does not load."""
     offered = attention_implementations()
-    installed = find_spec(FA3) is not None
+    installed = _fa3_loads()
 
     @functools.cache  # asked in every layer of every step
     def ours(shape: AttentionShape) -> AttentionChoice:
         return our_attention(shape, offered)
 
-    return PlainOps(contract, linear_plain, ours, proof=_proof(installed), fa3=installed)
+    found = PlainOps(contract, linear_plain, ours, proof=_proof(installed), fa3=installed)
+    for shape in shapes:
+        if not found._fa3_serves(shape.heads, shape.kv_heads, shape.dim):
+            ours(shape)
+    return found
+
+
+def _fa3_loads() -> bool:
+    if find_spec(FA3) is None:
+        return False
+    try:
+        import_module(FA3)
+    except ImportError as error:
+        raise EnvironmentProblem(f"Flash Attention 3 is installed but does not load: {error}") from error
+    return True
 
 
 def _proof(fa3: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.contract import get_contract, noise_key
+from exactrl.engine import decode_graphs
 from exactrl.engine.decode_graphs import DecodeGraphs
 from exactrl.engine.engine import Engine
 from exactrl.model.attention_state import paged_state
@@ -138,7 +139,7 @@ def test_the_rung_of_the_references_compares_with_them(monkeypatch, ulps: int) -
 
 
 @pytest.mark.parametrize("kv_tokens", [640, 192])
-def test_decode_steps_with_padded_rows_have_the_same_bits(completions, kv_tokens: int) -> None:
+def test_decode_steps_with_padded_rows_have_the_same_bits(completions, monkeypatch, kv_tokens: int) -> None:
     """What a graph replays, here run anew each time: rows rounded up, inputs in place, tokens handed on unseen."""
     more = [*requests(), *(replace(r, id=f"{r.id}b", noise_key=r.noise_key + 1) for r in requests()[::-1])]
     more = [replace(r, params=SamplingParams(n, 1.0, ())) for r, n in zip(more, (5, 3, 6, 8), strict=True)]
@@ -154,11 +155,13 @@ def test_decode_steps_with_padded_rows_have_the_same_bits(completions, kv_tokens
     limit = CONFIG.max_positions
     graphs = DecodeGraphs(engine.model, engine.cache, engine.runner.results, limit, capture)
     engine.runner.graphs = graphs
+    if kv_tokens == 192:  # no two graphs at the same time
+        monkeypatch.setattr(decode_graphs, "SCRATCH_BYTES", 1)
     engine.cache.fill(float("nan"))
     found = engine.generate(more)
     assert [(c.token_ids, c.logprobs.tobytes()) for c in found] == [
         (c.token_ids, c.logprobs.tobytes()) for c in expected
     ]
     assert len(replays) > 2
-    assert graphs.num_captured <= 3
-    assert engine.stats.preemptions == 0 or kv_tokens == 192
+    assert graphs.num_captured <= (1 if kv_tokens == 192 else 3)
+    assert (engine.stats.preemptions > 0) == (kv_tokens == 192)
