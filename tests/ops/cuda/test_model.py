@@ -164,4 +164,4 @@ def test_decode_steps_with_padded_rows_have_the_same_bits(completions, monkeypat
     ]
     assert len(replays) > 2
     assert graphs.num_captured <= (1 if kv_tokens == 192 else 3)
-    assert (engine.stats.preemptions > 0) == (kv_tokens == 192)
+    assert (engine.stats.peak_running < len(more)) == (kv_tokens == 192), "with few pages sequences wait"
