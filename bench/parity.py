@@ -3,8 +3,8 @@
 `python -m bench.parity --shape 0.6B`: the ladder of `exactrl check`, then some hundred requests with contexts to 8k,
 decoded in batches of 1 to 256 beside prefill chunks, from pages that are few, shuffled or full of NaN, and scored by
 the trainer. Compared are tokens, their logprobs, and a digest of the log-probabilities of the whole vocabulary at every
-sampled position. Writes bench/results/parity-SHAPE-KINDS[-PART]-h200.json after each part. Kernels must be certified for
-the shape (see --make-model).
+sampled position. Writes bench/results/parity-SHAPE-KINDS[-PART]-h200.json after each part. Kernels must be certified
+for the shape (see --make-model).
 """
 
 from __future__ import annotations
