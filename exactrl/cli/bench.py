@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from difflib import get_close_matches
@@ -37,12 +38,27 @@ def bench(
     if name in ("", "-h", "--help"):
         typer.echo(f"exactrl bench NAME [OPTIONS]\n\n{EXAMPLE}\n\nBenchmarks: {', '.join(found)}")
         return
+    if name.startswith("-"):
+        raise UsageError(f"{name!r} comes before the benchmark's name; options come after it")
     if name not in found:
         close = get_close_matches(name, found, 1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(found)}"
         raise UsageError(f"no benchmark {name!r}{hint}")
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    code = subprocess.call(
-        [sys.executable, "-P", "-m", f"bench.{name}", *ctx.args], env={**os.environ, "PYTHONPATH": paths}
-    )
+    command = [sys.executable, "-P", "-m", f"bench.{name}", *ctx.args]
+    code = _run(command, {**os.environ, "PYTHONPATH": paths})
     raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+def _run(command: list[str], env: dict[str, str]) -> int:
+    """The benchmark ends by itself: a terminal's Ctrl-C reaches it, too, and SIGTERM is passed on."""
+    process = subprocess.Popen(command, env=env)
+    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    try:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -117,8 +117,14 @@ def row_line(row: dict[str, Any]) -> str:
     )
 
 
+def _write(line: str, stream: TextIO) -> None:
+    """At once, and never without its end."""
+    stream.write(line + "\n")
+    stream.flush()
+
+
 @contextmanager
-def open_output(out: Path | None) -> Iterator[Callable[[str], None]]:
+def open_output(out: Path | None) -> Iterator[Callable[[str], object]]:
     """Gives a function that writes one line, to stdout or to a file that appears only when it is complete.
 
     The file is written beside its target and renamed; on any error the target keeps what it had. Raises UsageError or
@@ -127,7 +133,15 @@ def open_output(out: Path | None) -> Iterator[Callable[[str], None]]:
     if out is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8 whatever the locale
-        yield lambda line: print(line, flush=True)
+        yield lambda line: _write(line, sys.stdout)
+        return
+    if out.parts[:2] in (("/", "dev"), ("/", "proc")):  # a name for what is open already: nothing to rename over
+        try:
+            opened = out.open("a", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise EnvironmentProblem(f"--out {out} cannot be written: {error.strerror}") from error
+        with opened:
+            yield lambda line: _write(line, opened)
         return
     target = Path(os.path.realpath(out))
     if target.is_dir():
@@ -142,7 +156,7 @@ def open_output(out: Path | None) -> Iterator[Callable[[str], None]]:
         raise EnvironmentProblem(f"--out {out} cannot be written: {error.strerror}") from error
     try:
         with stream:
-            yield lambda line: print(line, file=stream)
+            yield lambda line: stream.write(line + "\n")
             stream.flush()
         if part != target:
             os.replace(part, target)

@@ -112,7 +112,9 @@ class Engine:
                     f"the KV cache of {blocks * model.ops.page_size} tokens no longer fits beside what else the GPU "
                     "holds; lower rollout.kv_tokens (--kv-tokens)"
                 ) from error
-            results = Results(self.scheduler.max_concurrent, model.ops.device)
+            # A sequence that samples takes a block and a token of the step.
+            rows = min(self.scheduler.max_concurrent, blocks, self.scheduler.chunk_tokens)
+            results = Results(rows, model.ops.device)
             graphs = DecodeGraphs(model, cache, results, limit) if self._graphs else None
             self._runner = Runner(model, cache, results, self._see, graphs)
         return self._runner
@@ -156,48 +158,45 @@ class Engine:
         where it was generating already it refuses the second call (RequestError) and goes on.
         Raises ModelError while the weights are half old, half new: after a load_weights that failed.
         """
-        sequences: list[Generation] = []
-        finished = 0
-        with _garbage_collection_paused(), closing(self._steps(requests, sequences)) as steps:
+        completions: dict[int, Completion] = {}
+        with _garbage_collection_paused(), closing(self._steps(requests)) as steps:
             for step in steps:
-                finished += len(step)
+                completions.update(step)
                 if on_progress:
-                    on_progress(finished, len(requests))
-        return [self._completion(s) for s in sequences]
+                    on_progress(len(completions), len(requests))
+        return [completions[i] for i in range(len(requests))]
 
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Completion]]:
         """(number of the request, its completion), in the order in which they finish. Raises as `generate`, once the
         first is asked for. Closed early, it gives up the rest; the engine is then empty and usable."""
-        sequences: list[Generation] = []
-        steps = self._steps(requests, sequences)
-        number: dict[Generation, int] = {}
-        try:
+        with closing(self._steps(requests)) as steps:
             while True:
                 with _garbage_collection_paused():
-                    finished = next(steps, None)
-                if finished is None:
-                    break
-                number = number or {seq: i for i, seq in enumerate(sequences)}
-                for seq in finished:
-                    yield number[seq], self._completion(seq)
-        finally:
-            steps.close()
-        assert all(seq.finish_reason for seq in sequences), "somebody else took the engine's sequences"
+                    step = next(steps, None)
+                if step is None:
+                    return
+                yield from step
 
-    def _steps(self, requests: Sequence[Request], sequences: list[Generation]) -> Generator[list[Generation]]:
-        """Fills `sequences`, then yields what each step finished. Leaves the engine empty, however it ends."""
+    def _steps(self, requests: Sequence[Request]) -> Generator[list[tuple[int, Completion]]]:
+        """What each step finished. The engine is idle before the last is yielded, and however this ends before."""
         if not self._weights_whole:
             raise ModelError("the last load_weights failed half-way; load complete weights before generating")
         self._require_idle("one call at a time: finish or close the other one; nothing can be generated")
+        left = len(requests)
         try:
-            sequences += [self.scheduler.add(self._valid(r)) for r in requests]
-            self.model.reserve_positions(max((s.max_tokens for s in sequences), default=0))
-            while self.scheduler.has_work:
-                yield self.step()
+            number = {self.scheduler.add(self._valid(r)): i for i, r in enumerate(requests)}
+            self.model.reserve_positions(max((s.max_tokens for s in number), default=0))
+            while left:
+                finished = [(number[seq], self._completion(seq)) for seq in self.step()]
+                left -= len(finished)
+                while not left and self._launched:  # computed in vain, beyond the last stop token
+                    self.step()
+                yield finished
         except BaseException:
-            self.scheduler.abort_all()
-            while self._launched:  # their buffers are used again by what comes next
-                self._launched.popleft()[1].wait()
+            if left:
+                self.scheduler.abort_all()
+                while self._launched:  # their buffers are used again by what comes next
+                    self._launched.popleft()[1].wait()
             raise
 
     @torch.no_grad()
@@ -238,12 +237,19 @@ class Engine:
 
     def _valid(self, request: Request) -> Request:
         vocab = self.model.config.vocab_size
+        params = request.params
+        if type(params.max_new_tokens) is not int:
+            raise RequestError(f"request {request.id!r}: max_new_tokens {params.max_new_tokens!r} must be an integer")
+        if not 0 <= request.noise_key < 2**64:
+            raise RequestError(f"request {request.id!r}: noise_key {request.noise_key} is not in 0 … 2^64 - 1")
         for i, token in enumerate(request.token_ids):
+            if not isinstance(token, int | np.integer) or isinstance(token, bool):
+                raise RequestError(f"request {request.id!r}: token id {token!r} at position {i} is not an integer")
             if not 0 <= token < vocab:
                 raise RequestError(
                     f"request {request.id!r}: token id {token} at position {i} is not in 0 … {vocab - 1}"
                 )
-        t = request.params.temperature
+        t = params.temperature
         if not (t == 0 or 1e-3 <= t < math.inf):
             raise RequestError(f"request {request.id!r}: temperature {t} must be 0 (greedy) or at least 0.001")
         return request

@@ -64,6 +64,8 @@ class Engine(NativeEngine):
     def _requests(
         self, prompts: Sequence[Request | str | Sequence[int]], params: SamplingParams | None, seed: int
     ) -> list[Request]:
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"seed {seed} is not in 0 … 2^63 - 1")
         requests = []
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, Request):

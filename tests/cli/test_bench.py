@@ -36,6 +36,7 @@ def test_unknown_names_and_an_installation_without_benchmarks(run, checkout, tmp
     outcome = run("bench", "sped")
     assert (outcome.code, "did you mean 'speed'?" in outcome.err) == (2, True)
     assert "there are speed" in run("bench", "zzz").err
+    assert "options come after it" in run("bench", "-q", "speed").err
     monkeypatch.setattr(bench, "ROOT", tmp_path / "site-packages")
     outcome = run("bench", "speed")
     assert (outcome.code, "part of the repository" in outcome.err) == (4, True)

@@ -226,3 +226,12 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(run, launch, monkeyp
 
     launch.generate = generate
     assert run("generate", "tiny", "x").err == "generate, 1,234 tokens/s: 2 of 3,000\n"
+
+
+def test_out_may_name_what_is_open_already(run, calls, tmp_path):
+    """/dev/stdout of a shell's `>> file` is that file: it is added to, not replaced."""
+    kept = tmp_path / "kept"
+    kept.write_text("keep\n")
+    with kept.open("a") as opened:
+        assert run("generate", "tiny", "hello", "--out", f"/dev/fd/{opened.fileno()}").code == 0
+    assert len(kept.read_text().splitlines()) == 2

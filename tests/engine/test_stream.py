@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
 from exactrl.errors import NonFiniteError, RequestError
-from tests.train.helpers import make_engine, request, tokens, trajectories, workload
+from exactrl.model.weights import named_weights
+from tests.train.helpers import VOCAB, make_engine, request, tokens, trajectories, workload
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -96,3 +98,44 @@ def test_progress_that_raises_leaves_the_engine_usable():
         engine.generate(workload(), stop)
     assert engine.allocator.num_free == engine.allocator.num_blocks
     assert trajectories(engine.generate(workload())) == trajectories(make_engine().generate(workload()))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stop", [(), tuple(range(VOCAB))])
+def test_a_stream_that_gave_everything_is_over(overlap, stop):
+    """Whoever counted, and takes no more, may go on; what is left of the stream touches nothing."""
+    engine = make_engine(overlap=overlap)
+    first = engine.stream([request("a", tokens(4, 0), 5, stop=stop)])
+    assert next(first)[1].weight_version == 0
+    second = engine.stream(workload())
+    found = dict([next(second)])
+    first.close()
+    found.update(second)
+    assert trajectories(found.values()) == trajectories(make_engine().generate(workload()))
+
+
+def test_completions_carry_the_version_that_made_them():
+    engine = make_engine(overlap=True)
+    weights = [(name, tensor.clone()) for name, tensor in named_weights(engine.model)]
+    versions = []
+    for _, completion in engine.stream([request(f"r{i}", tokens(4, i), 5) for i in range(3)]):
+        versions.append(completion.weight_version)
+        if len(versions) == 1:
+            engine.load_weights(weights, 7)
+    assert versions == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request("x", (5.5,), 3), "token id 5.5 at position 0 is not an integer"),
+        (request("x", (1, True), 3), "token id True at position 1"),
+        (request("x", (1,), 2.5), "max_new_tokens 2.5 must be an integer"),
+        (replace(request("x", (1,), 2), noise_key=2**64), "noise_key 18446744073709551616"),
+    ],
+)
+def test_values_that_are_none_are_refused_before_any_work(bad, message):
+    engine = make_engine()
+    with pytest.raises(RequestError, match=message):
+        engine.generate([*workload(), bad])
+    assert engine.stats.steps == 0
