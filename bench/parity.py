@@ -3,8 +3,8 @@
 `python -m bench.parity --shape 0.6B`: the ladder of `exactrl check`, then some hundred requests with contexts to 8k,
 decoded in batches of 1 to 256 beside prefill chunks, from pages that are few, shuffled or full of NaN, and scored by
 the trainer. Compared are tokens, their logprobs, and a digest of the log-probabilities of the whole vocabulary at every
-sampled position. Writes bench/results/parity-SHAPE-KINDS[-PART]-h200.json after each part. Kernels must be certified
-for the shape (see --make-model).
+sampled position. Writes bench/results/parity-SHAPE-KINDS[-PART]-h200.json after each part; --combine adds such files up
+in parity-h200.json. Kernels must be certified for the shape (see --make-model).
 """
 
 from __future__ import annotations
@@ -276,7 +276,13 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, nargs="+", default=list(NEW_TOKENS))
     parser.add_argument("--part", choices=("requests", "ladder"), help="only this one")
     parser.add_argument("--make-model", type=Path, help="only write a config.json of the shape into this folder")
+    parser.add_argument(
+        "--combine", nargs="+", type=Path, metavar="FILE", help="only write their sums: parity-h200.json"
+    )
     arguments = parser.parse_args()
+    if arguments.combine:
+        combine(arguments.combine)
+        return
     if arguments.make_model:
         make_model_folder(arguments.make_model, arguments.shape)
         return
@@ -299,6 +305,28 @@ def main() -> None:
         if arguments.part != "requests":
             rungs += run_ladder(kind, config, certified)
             save(name, rows, rungs)
+
+
+def combine(files: Sequence[Path]) -> None:
+    """One row for each file: what it compared, and the revision and date of its run."""
+    contents = [(f.name, json.loads(f.read_text())) for f in files]
+    rows = [
+        {"file": name, "date": c["date"], "git_revision": c["git_revision"], **c["summary"]} for name, c in contents
+    ]
+    rungs = [r["rungs"] for r in rows]
+    summary = {
+        "compared_tokens": sum(r["compared_tokens"] for r in rows),
+        "compared_digests": sum(r["compared_digests"] for r in rows),
+        "mismatched_tokens": sum(r["mismatched"] for r in rows), "problems": sum(r["problems"] for r in rows),
+        "rungs": {s: sum(r[s] for r in rungs) for s in ("pass", "fail", "skip")},
+        "rung_values": sum(r["rung_values"] for r in rows),
+    }  # fmt: skip
+    path = write_result("parity", rows, summary, "h200")
+    there = {
+        key: contents[0][1][key] for key in ("machine", "versions")
+    }  # where the first ran, not where they are added
+    path.write_text(json.dumps({**json.loads(path.read_text()), **there}, indent=1) + "\n")
+    print(path, summary)
 
 
 def save(name: str, rows: list[dict[str, Any]], rungs: list[dict[str, Any]]) -> None:
