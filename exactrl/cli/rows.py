@@ -123,6 +123,11 @@ def _write(line: str, stream: TextIO) -> None:
     stream.flush()
 
 
+def _names_what_is_open(out: Path) -> bool:
+    """/dev/stdout and the like: a shell's `>> file` behind them is added to, never replaced."""
+    return out.parts[:2] == ("/", "proc") or out.parts[1:3] in {("dev", "stdout"), ("dev", "stderr"), ("dev", "fd")}
+
+
 @contextmanager
 def open_output(out: Path | None) -> Iterator[Callable[[str], object]]:
     """Gives a function that writes one line, to stdout or to a file that appears only when it is complete.
@@ -135,32 +140,23 @@ def open_output(out: Path | None) -> Iterator[Callable[[str], object]]:
             sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8 whatever the locale
         yield lambda line: _write(line, sys.stdout)
         return
-    if out.parts[:2] in (("/", "dev"), ("/", "proc")):  # a name for what is open already: nothing to rename over
-        try:
-            opened = out.open("a", encoding="utf-8", newline="\n")
-        except OSError as error:
-            raise EnvironmentProblem(f"--out {out} cannot be written: {error.strerror}") from error
-        with opened:
-            yield lambda line: _write(line, opened)
-        return
-    target = Path(os.path.realpath(out))
+    is_open = _names_what_is_open(out)
+    target = out if is_open else Path(os.path.realpath(out))
     if target.is_dir():
         raise UsageError(f"--out {out} is a folder; give a file")
-    # A pipe or a device cannot be renamed over.
-    part = (
-        target if target.exists() and not target.is_file() else target.with_name(f".{target.name}.{os.getpid()}.part")
-    )
+    whole = not is_open and (target.is_file() or not target.exists())  # a pipe or a device cannot be renamed over
+    part = target.with_name(f".{target.name}.{os.getpid()}.part") if whole else target
     try:
-        stream = part.open("w", encoding="utf-8", newline="\n")
+        stream = part.open("w" if whole else "a", encoding="utf-8", newline="\n")
     except OSError as error:
         raise EnvironmentProblem(f"--out {out} cannot be written: {error.strerror}") from error
     try:
         with stream:
-            yield lambda line: stream.write(line + "\n")
+            yield lambda line: stream.write(line + "\n") if whole else _write(line, stream)
             stream.flush()
-        if part != target:
+        if whole:
             os.replace(part, target)
     except BaseException:
-        if part != target:
+        if whole:
             part.unlink(missing_ok=True)
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -235,3 +236,17 @@ def test_out_may_name_what_is_open_already(run, calls, tmp_path):
     with kept.open("a") as opened:
         assert run("generate", "tiny", "hello", "--out", f"/dev/fd/{opened.fileno()}").code == 0
     assert len(kept.read_text().splitlines()) == 2
+
+
+def test_ordinary_files_below_dev_are_replaced_whole(run, calls):
+    """/dev/shm is a folder like any other."""
+    folder = Path("/dev/shm")
+    if not os.access(folder, os.W_OK):
+        pytest.skip("no /dev/shm here")
+    out = folder / f"exactrl-{os.getpid()}.jsonl"
+    out.write_text("old\n")
+    try:
+        assert run("generate", "tiny", "hello", "--out", str(out)).code == 0
+        assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["0"]
+    finally:
+        out.unlink()
