@@ -14,8 +14,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ import torch
 from bench.common import ratio, write_result
 from exactrl.contract import LinearShape
 from exactrl.ops.cuda import determinism
+from exactrl.ops.cuda.linear import linear_plain
 from exactrl.ops.cuda.machine import machine
-from exactrl.ops.cuda.matmul import Implementation, Product, cublas, implementations
+from exactrl.ops.cuda.matmul import Implementation, Product, implementations
 from exactrl.parity.adversarial import linear_inputs
 from exactrl.parity.certificate import certificate_json
 from exactrl.parity.certify import LinearResult, Rows, certify_linear
@@ -63,25 +63,8 @@ def shapes_of(model: str, leaves: int = 1) -> dict[str, LinearShape]:
     }
 
 
-@contextmanager
-def torch_defaults() -> Iterator[None]:
-    """cuBLAS under the flags that a fresh torch has."""
-    flag = torch.backends.cuda.matmul
-    flag.allow_bf16_reduced_precision_reduction = True
-    try:
-        yield
-    finally:
-        flag.allow_bf16_reduced_precision_reduction = False
-
-
 def chosen(result: LinearResult, m: int) -> str:
     return next(c.implementation for c in result.choices if c.m_min <= m <= c.m_max)
-
-
-def cublas_default(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int = 1) -> torch.Tensor:
-    """One cuBLAS product under torch's own flags, whatever `leaves`."""
-    with torch_defaults():
-        return cublas(x, w, out_dtype)
 
 
 def against(
@@ -94,7 +77,7 @@ def against(
 
 def speed(shape: LinearShape, m: int, ours: Product) -> tuple[float, float, float | None]:
     """Speed ratio to cuBLAS and our seconds per call; the third is the first ratio of a point measured again."""
-    times, theirs = against(shape, m, ours, cublas_default, 9)
+    times, theirs = against(shape, m, ours, linear_plain, 9)
     first = ratio(theirs, times)
     if first >= REMEASURE:
         return first, median(times), None
@@ -102,7 +85,7 @@ def speed(shape: LinearShape, m: int, ours: Product) -> tuple[float, float, floa
     for i in range(PLACES):
         torch.cuda.empty_cache()  # or the weights lie where they lay
         spacers.append(torch.empty((2 * i + 1) * 10_000_000, dtype=torch.uint8, device="cuda"))
-        again.append(against(shape, m, ours, cublas_default, 25))
+        again.append(against(shape, m, ours, linear_plain, 25))
     ratios, ours_s = [ratio(theirs, times) for times, theirs in again], [median(times) for times, _ in again]
     return median(ratios), median(ours_s), first
 

@@ -66,9 +66,12 @@ class Batch:
 
     def known_ids(self, sampled: torch.Tensor) -> torch.Tensor:
         """int64 [T]: ids, with those that are pending taken from `sampled`, the tokens of the step before."""
-        if self.sources is None:
-            return self.ids
-        return torch.where(self.sources < 0, self.ids, sampled[self.sources.clamp(min=0)])
+        return self.ids if self.sources is None else with_pending(self.ids, self.sources, sampled)
+
+
+def with_pending(ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """int64 [T]: ids, or entry `sources` of `sampled` where that is not negative."""
+    return torch.where(sources < 0, ids, sampled[sources.clamp(min=0)])
 
 
 def _sources(chunks: Sequence[Chunk], starts: np.ndarray) -> torch.Tensor | None:

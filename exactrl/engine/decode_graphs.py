@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from exactrl.engine.batch import with_pending
 from exactrl.engine.results import IN_FLIGHT, Computed, Results
 from exactrl.model.attention_state import CacheState
 from exactrl.model.qwen3 import Qwen3
+from exactrl.ops.rows import row_slots
+from exactrl.ops.transfer import key_bits
 
 if TYPE_CHECKING:
     from exactrl.engine.scheduler import Chunk
@@ -136,16 +139,16 @@ class DecodeGraphs:
         return self.results.send(len(chunks))
 
     def _fill(self, host: dict[str, np.ndarray], chunks: Sequence[Chunk]) -> None:
-        n, page = len(chunks), self.ops.page_size
+        n = len(chunks)
         seqs = [c.seq for c in chunks]
         starts = np.fromiter((c.start for c in chunks), np.int64, n)
         self._tables.update(chunks)
         host["ids"][:n] = [seq.token_ids[-1] for seq in seqs]  # where it is pending, `sources` counts
         host["sources"][:n] = [c.source for c in chunks]
         host["positions"][:n] = starts
-        host["slots"][:n] = self._tables.tables[np.arange(n), starts // page].astype(np.int64) * page + starts % page
+        host["slots"][:n] = row_slots(np.arange(n + 1), starts, self._tables.tables, self.ops.page_size)
         host["sample_positions"][:n] = starts + 1
-        host["keys"][:n] = np.array([seq.request.noise_key for seq in seqs], np.uint64).view(np.int64)
+        host["keys"][:n] = key_bits([seq.request.noise_key for seq in seqs]).numpy()
         host["temperatures"][:n] = [seq.request.params.temperature for seq in seqs]
         host["lengths"][:n] = starts + 1
         pages = host["tables"].shape[1]
@@ -178,8 +181,8 @@ class DecodeGraphs:
         def decode() -> None:
             self.cache.rows = attention
             attention.attention.refresh()
-            known = torch.where(x["sources"] < 0, x["ids"], self.results.tokens[x["sources"].clamp(min=0)])
-            hidden = self.model(known, x["positions"], self.cache)
+            ids = with_pending(x["ids"], x["sources"], self.results.tokens)
+            hidden = self.model(ids, x["positions"], self.cache)
             sampled = self.ops.sample(hidden, self.model.head, x["temperatures"], x["keys"], x["sample_positions"])
             self.results.store(*sampled)
 
