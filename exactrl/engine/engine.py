@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from exactrl.engine.allocator import BlockAllocator, FreeOrder
+from exactrl.engine.capture import CudaCapture
 from exactrl.engine.decode_graphs import DecodeGraphs
 from exactrl.engine.memory import num_blocks
+from exactrl.engine.piecewise_graphs import PiecewiseGraphs
 from exactrl.engine.results import Computed, Results
 from exactrl.engine.runner import Runner
 from exactrl.engine.scheduler import Chunk, Scheduler
@@ -37,7 +39,7 @@ class Engine:
     kv_tokens        size of the KV cache; 0: what fits } none of these changes a bit of any completion
     chunk_tokens     tokens computed per step          }
     overlap          a step is prepared and launched while the one before is computed; default: on a GPU }
-    cuda_graphs      on a GPU, decode steps are captured once and replayed                                } nor do these
+    cuda_graphs      on a GPU, steps are captured once and replayed, prompts piecewise                    } nor do these
     reserve_bytes    memory that others will take while the engine generates (where kv_tokens is 0)
     max_model_tokens prompt + response limit; default: the model's own
     block_order      order of free KV blocks, and a seed for "shuffled" (parity checks)
@@ -79,7 +81,7 @@ class Engine:
         )
         on_gpu = model.ops.device.type == "cuda"
         self.overlap = on_gpu if overlap is None else overlap
-        self._graphs = on_gpu and cuda_graphs and cast("CudaOps", model.ops).decodes_in_graphs(model.shape)
+        self._captures = on_gpu and cuda_graphs
         self._launched: deque[tuple[list[Chunk], Computed]] = deque()
         self._see: Probe = see or unchanged
         self._runner: Runner | None = None
@@ -115,8 +117,12 @@ class Engine:
             # A sequence that samples takes a block and a token of the step.
             rows = min(self.scheduler.max_concurrent, blocks, self.scheduler.chunk_tokens)
             results = Results(rows, model.ops.device)
-            graphs = DecodeGraphs(model, cache, results, limit) if self._graphs else None
-            self._runner = Runner(model, cache, results, self._see, graphs)
+            self._runner = Runner(model, cache, results, self._see)
+            if self._captures:
+                capture = CudaCapture()
+                self._runner.pieces = PiecewiseGraphs(model, cache, limit, capture)
+                if cast("CudaOps", model.ops).decodes_in_graphs(model.shape):
+                    self._runner.graphs = DecodeGraphs(model, cache, results, limit, capture)
         return self._runner
 
     @property

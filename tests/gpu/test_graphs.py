@@ -43,8 +43,8 @@ def test_all_paths_give_the_same_bits(model, count: int) -> None:
         engine.cache.fill(float("nan"))
         assert bits(engine.generate(requests)) == expected, limits
         assert bits(engine.generate(requests[::-1]))[::-1] == expected, limits
-        graphs = engine.runner.graphs
-        assert (graphs is not None and graphs.num_captured > 0) == limits.get("cuda_graphs", True)
+        for graphs in (engine.runner.graphs, engine.runner.pieces):
+            assert (graphs is not None and graphs.num_captured > 0) == limits.get("cuda_graphs", True), limits
         assert engine.stats.preemptions > 0 or count < 256 or limits != {"kv_tokens": 4096}
 
 
@@ -57,15 +57,29 @@ def test_contexts_to_16k_grow_through_several_graphs(model) -> None:
     assert engine.runner.graphs.num_captured >= 5
 
 
+def test_sequences_that_come_while_others_decode(model) -> None:
+    """Most steps hold prompts beside decoding: whole ones, chunks of them, and more tokens than pieces are for."""
+    requests = ragged(120)
+    expected = bits(Engine(model, kv_tokens=1 << 18, **PLAIN).generate(requests))
+    for chunk_tokens in (100, 700, 4096):
+        engine = Engine(model, kv_tokens=1 << 18, max_concurrent=24, chunk_tokens=chunk_tokens)
+        engine.cache.fill(float("nan"))
+        assert bits(engine.generate(requests)) == expected, chunk_tokens
+        pieces = engine.runner.pieces
+        assert pieces is not None
+        assert pieces.num_captured > 3
+        assert engine.runner.num_captured == pieces.num_captured + engine.runner.graphs.num_captured
+
+
 def test_weights_change_in_place_and_graphs_stay() -> None:
     model, requests = model_of(ops_of()), ragged(20)
     engine = Engine(model, kv_tokens=1 << 16)
     before = bits(engine.generate(requests))
-    captured = engine.runner.graphs.num_captured
+    captured = engine.runner.num_captured
     other = list(random_weights(CONFIG, 1, peak=4.0, embed=0.1, device=model.ops.device))
     digest = engine.load_weights(other, 1)
     after = bits(engine.generate(requests))
-    assert engine.runner.graphs.num_captured == captured
+    assert engine.runner.num_captured == captured
     assert after != before
     fresh = Engine(model_of(ops_of()), kv_tokens=1 << 16, **PLAIN)
     assert fresh.load_weights(other, 1) == digest

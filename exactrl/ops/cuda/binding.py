@@ -146,7 +146,8 @@ class CudaOps:
     def rows(self, starts: np.ndarray, first: np.ndarray, tables: np.ndarray, shape: HeadShape) -> CudaRows:
         """Rows over a paged cache: starts int64 [S + 1], first int64 [S], tables int32 [S, P]."""
         counts = np.diff(starts)
-        slots = torch.from_numpy(row_slots(starts, first, tables, self.page_size)).to(self.device)
+        slots = torch.from_numpy(row_slots(starts, first, tables, self.page_size))
+        slots = slots.to(self.device, non_blocking=True)
         return CudaRows(AttentionRows.build(counts, first + counts, tables, self.device), slots, starts, first)
 
     def decode_rows(self, lengths: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, most_keys: int) -> CudaRows:
