@@ -181,8 +181,14 @@ def throughput(engine: Engine, work: Workload, repeats: int, chunk_tokens: int) 
         "prompt_tokens": sum(work.prompts), "new_tokens": new, "seconds": [round(s, 4) for s in seconds],
         "tokens_per_sec": round(new / statistics.median(settled(seconds, graphs)), 1), "steps": stats.steps,
         "graphs": graphs, "preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens,
-        "chunk_tokens": chunk_tokens,
+        "chunk_tokens": chunk_tokens, **chosen_linears(engine),
     }  # fmt: skip
+
+
+def chosen_linears(engine: Engine) -> Row:
+    """With exactness off on a GPU: the kernel of each linear, by outputs x inputs and the largest number of rows."""
+    chosen = getattr(getattr(engine.model.ops, "product", None), "chosen", {})
+    return {"linears": {f"{s.n} x {s.k}, {rows}": name for (s, rows), name in chosen.items()}} if chosen else {}
 
 
 def weight_sync(engine: Engine) -> Row:

@@ -17,8 +17,8 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class MappedMemory:
-    """`size` bytes on the current device, not initialised, rounded up to what the driver maps. The addresses are given
-    up with the object: keep it as long as there are tensors over it."""
+    """`size` bytes on the current device, not initialised, rounded up to what the driver maps. Memory and addresses are
+    given up with the object and the last tensor over it."""
 
     def __init__(self, size: int) -> None:
         """Raises torch.OutOfMemoryError."""
@@ -35,6 +35,7 @@ class MappedMemory:
         self.address = int(checked(driver.cuMemAddressReserve(self.size, 0, 0, 0)))
         self._mapped: list[bool] = []  # shared with _forget, which must not hold the object
         self._finalizer = weakref.finalize(self, _forget, self.address, self.size, self._mapped)
+        self._finalizer.atexit = False  # the driver does it
         self.take()
 
     @property
@@ -70,9 +71,10 @@ class MappedMemory:
 
 
 class _Bytes:
-    """What torch makes a tensor of without copying."""
+    """What torch makes a tensor of without copying; the tensor keeps it."""
 
     def __init__(self, memory: MappedMemory) -> None:
+        self.memory = memory
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (memory.size,), "typestr": "|u1", "data": (memory.address, False), "version": 3,
         }  # fmt: skip
