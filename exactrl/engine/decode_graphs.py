@@ -24,7 +24,7 @@ from exactrl.ops.rows import row_slots
 from exactrl.ops.transfer import key_bits
 
 if TYPE_CHECKING:
-    from exactrl.engine.scheduler import Chunk
+    from exactrl.engine.step import Step
     from exactrl.ops.cuda.binding import CudaOps
 
 SHORTEST = 1024  # tokens of the context that the smallest graphs are captured for
@@ -81,21 +81,31 @@ class Captured:
     held: tuple[object, ...]
 
 
-class PageTables:
-    """Page tables of a batch's sequences on the host, int32 [rows, pages]; only what changed is written again."""
+class Rows:
+    """What the sequences of a batch bring along, on the host, by rows; only what changed since the last is written.
 
-    def __init__(self, rows: int, pages: int) -> None:
+    tables int32 [rows, pages], keys int64 [rows] (bits of the noise keys), temperatures fp32 [rows]
+    """
+
+    def __init__(self, rows: int, pages: int, page_size: int) -> None:
         self.tables = np.zeros((rows, pages), np.int32)
-        self._held: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
+        self.keys, self.temperatures = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
+        self._page_size = page_size
+        self._admission, self._pages = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
 
-    def update(self, chunks: Sequence[Chunk]) -> None:
-        for i, c in enumerate(chunks):
-            seq = c.seq
-            pages = seq.block_ids
-            held = (seq.index, seq.num_preemptions, len(pages))  # within one admission a table only grows
-            if held != self._held[i]:
-                self.tables[i, : len(pages)] = pages
-                self._held[i] = held
+    def update(self, step: Step) -> None:
+        """Each chunk is one token, the last that its sequence's pages are for. While an admission lasts, a table only
+        grows."""
+        n, pages = len(step), step.start // self._page_size + 1
+        fresh = step.admission != self._admission[:n]
+        held = np.where(fresh, 0, self._pages[:n])
+        for i in np.flatnonzero(held != pages).tolist():
+            self.tables[i, held[i] : pages[i]] = step.seqs[i].block_ids[held[i] :]
+        if fresh.any():
+            requests = [step.seqs[i].request for i in np.flatnonzero(fresh).tolist()]
+            self.keys[:n][fresh] = key_bits([request.noise_key for request in requests]).numpy()
+            self.temperatures[:n][fresh] = [request.params.temperature for request in requests]
+        self._admission[:n], self._pages[:n] = step.admission, pages
 
 
 class DecodeGraphs:
@@ -114,7 +124,7 @@ class DecodeGraphs:
         self.ops = cast("CudaOps", model.ops)
         self._capture = capture or _CudaCapture()
         self._graphs: dict[tuple[int, int], Captured] = {}
-        self._tables = PageTables(self.max_rows, -(-max_tokens // self.ops.page_size))
+        self._rows = Rows(self.max_rows, -(-max_tokens // self.ops.page_size), self.ops.page_size)
         self._turn = 0
         model.reserve_positions(max_tokens)
 
@@ -122,37 +132,33 @@ class DecodeGraphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def serves(self, chunks: Sequence[Chunk]) -> bool:
-        return all(c.num_tokens == 1 and c.samples for c in chunks)
+    def serves(self, step: Step) -> bool:
+        return step.decodes
 
-    def launch(self, chunks: Sequence[Chunk]) -> Computed:
-        """Starts a step of chunks that it `serves`."""
-        longest = max(c.start for c in chunks) + 1
-        key = rows_of(len(chunks), self.max_rows), context_of(longest, self.max_tokens)
+    def launch(self, step: Step) -> Computed:
+        """Starts a step that it `serves`."""
+        longest = int(step.start.max()) + 1
+        key = rows_of(len(step), self.max_rows), context_of(longest, self.max_tokens)
         if (graph := self._graphs.get(key)) is None:
             self._make_room(*key)
             graph = self._graphs[key] = self._captured(*key)
-        self._fill(graph.inputs.host[self._turn], chunks)
+        self._fill(graph.inputs.host[self._turn], step)
         graph.inputs.send(self._turn)
         self._turn = (self._turn + 1) % IN_FLIGHT
         graph.replay()
-        return self.results.send(len(chunks))
+        return self.results.send(len(step))
 
-    def _fill(self, host: dict[str, np.ndarray], chunks: Sequence[Chunk]) -> None:
-        n = len(chunks)
-        seqs = [c.seq for c in chunks]
-        starts = np.fromiter((c.start for c in chunks), np.int64, n)
-        self._tables.update(chunks)
-        host["ids"][:n] = [seq.token_ids[-1] for seq in seqs]  # where it is pending, `sources` counts
-        host["sources"][:n] = [c.source for c in chunks]
+    def _fill(self, host: dict[str, np.ndarray], step: Step) -> None:
+        n, starts, rows = len(step), step.start, self._rows
+        rows.update(step)
+        known = np.flatnonzero(step.source < 0)  # the other ids are pending
+        host["ids"][known] = [step.seqs[i].token_ids[-1] for i in known.tolist()]
+        host["sources"][:n] = step.source
         host["positions"][:n] = starts
-        host["slots"][:n] = row_slots(np.arange(n + 1), starts, self._tables.tables, self.ops.page_size)
-        host["sample_positions"][:n] = starts + 1
-        host["keys"][:n] = key_bits([seq.request.noise_key for seq in seqs]).numpy()
-        host["temperatures"][:n] = [seq.request.params.temperature for seq in seqs]
-        host["lengths"][:n] = starts + 1
-        pages = host["tables"].shape[1]
-        host["tables"][:n] = self._tables.tables[:n, :pages]
+        host["slots"][:n] = row_slots(np.arange(n + 1), starts, rows.tables, self.ops.page_size)
+        host["sample_positions"][:n] = host["lengths"][:n] = starts + 1
+        host["keys"][:n], host["temperatures"][:n] = rows.keys[:n], rows.temperatures[:n]
+        host["tables"][:n] = rows.tables[:n, : host["tables"].shape[1]]
         host["sources"][n:], host["slots"][n:], host["lengths"][n:] = -1, -1, 0
         host["ids"][n:] = host["positions"][n:] = host["keys"][n:] = 0
 

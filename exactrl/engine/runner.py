@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.ops.transfer import on_device
 
 if TYPE_CHECKING:
-    from exactrl.engine.scheduler import Chunk
+    from exactrl.engine.step import Step
 
 
 @dataclass(slots=True)
@@ -29,16 +28,16 @@ class Runner:
     see: Probe = unchanged
     graphs: DecodeGraphs | None = None
 
-    def launch(self, chunks: Sequence[Chunk]) -> Computed:
+    def launch(self, step: Step) -> Computed:
         """Starts a step; a captured one does not wait for the GPU, one that runs op by op while its inputs are copied.
         Tokens that are pending come from the step launched before."""
-        if self.graphs is not None and self.see is unchanged and self.graphs.serves(chunks):
-            return self.graphs.launch(chunks)
+        if self.graphs is not None and self.see is unchanged and self.graphs.serves(step):
+            return self.graphs.launch(step)
         ops = self.model.ops
-        batch = on_device(Batch.build(chunks, self.model.shape, ops), ops.device)
+        batch = on_device(Batch.build(step, self.model.shape, ops), ops.device)
         self.cache.rows = batch.rows
         if self.see is not unchanged:
-            self.see("rows", batch.rows.owners(torch.tensor([c.seq.index for c in chunks])))
+            self.see("rows", batch.rows.owners(torch.tensor([seq.index for seq in step.seqs])))
         ids = batch.known_ids(self.results.tokens)
         hidden = self.model(ids, batch.positions, self.cache, self.see)
         predicting = hidden[self.see("predicting", batch.sample_rows)]

@@ -1,19 +1,28 @@
-"""What a captured decode step reads from the host: sizes, and page tables that are only written where they changed."""
+"""What a captured decode step reads from the host: sizes, and what rows hold, only written where it changed."""
 
 from __future__ import annotations
 
 import random
+from itertools import count
 
+import numpy as np
 import pytest
 
-from exactrl.engine.decode_graphs import PageTables, context_of, rows_of
-from exactrl.engine.scheduler import Chunk
+from exactrl.engine.decode_graphs import Rows, context_of, rows_of
 from exactrl.engine.sequence import Sequence
+from exactrl.engine.step import Step
 from exactrl.types import Request, SamplingParams
 
 
 def sequence(index: int) -> Sequence:
-    return Sequence(index, Request(str(index), (1,), SamplingParams(9)))
+    return Sequence(index, Request(str(index), (1,), SamplingParams(9, index / 8), 2**64 - 1 - index))
+
+
+def decoding(seqs: list[Sequence], starts: list[int]) -> Step:
+    n, none = len(seqs), np.zeros(0, np.int64)
+    admission = np.array([seq.admission for seq in seqs], np.int64)
+    ones = np.ones(n, np.int64)
+    return Step(seqs, np.array(starts, np.int64), ones, ones > 0, -ones, none, admission)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 300, 1024])
@@ -30,23 +39,27 @@ def test_contexts() -> None:
     assert context_of(3, 100) == 100
 
 
-def test_tables_follow_their_sequences() -> None:
+def test_rows_follow_their_sequences() -> None:
     """Sequences grow, leave, move up, and come back after a preemption with as many other pages."""
     rng = random.Random(0)
-    tables, running = PageTables(6, 12), [sequence(i) for i in range(6)]
+    size, rows, admissions = 4, Rows(6, 12, 4), count()
+    running = [sequence(i) for i in range(6)]
     for step in range(500):
         for seq in running:
-            if rng.random() < 0.2 or not seq.block_ids:
+            if rng.random() < 0.2:
                 seq.block_ids.append(rng.randrange(1000))
             if rng.random() < 0.1 or len(seq.block_ids) > 12:
-                seq.num_preemptions += 1
-                seq.block_ids = [rng.randrange(1000) for _ in range(rng.randint(1, 12))]
+                seq.admission = -1
         if rng.random() < 0.2:
             running.remove(rng.choice(running))
             running.append(sequence(100 + step))
         for seq in running:
-            seq.block_ids = seq.block_ids or [rng.randrange(1000)]
+            if seq.admission < 0:
+                seq.admission = next(admissions)
+                seq.block_ids = [rng.randrange(1000) for _ in range(rng.randint(1, 12))]
         served = [seq for seq in running if rng.random() < 0.9]
-        tables.update([Chunk(seq, 0, 1, True) for seq in served])
+        rows.update(decoding(served, [len(seq.block_ids) * size - rng.randint(1, size) for seq in served]))
         for i, seq in enumerate(served):
-            assert tables.tables[i, : len(seq.block_ids)].tolist() == seq.block_ids
+            assert rows.tables[i, : len(seq.block_ids)].tolist() == seq.block_ids
+            assert int(rows.keys[i]) % 2**64 == seq.request.noise_key
+            assert rows.temperatures[i] == seq.request.params.temperature
