@@ -91,21 +91,31 @@ class Rows:
         self.tables = np.zeros((rows, pages), np.int32)
         self.keys, self.temperatures = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
         self._page_size = page_size
-        self._admission, self._pages = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
+        self._admission = self._pages = np.zeros(0, np.int64)  # of the rows in use: ascending; pages written
 
     def update(self, step: Step) -> None:
         """Each chunk is one token, the last that its sequence's pages are for. While an admission lasts, a table only
         grows."""
-        n, pages = len(step), step.start // self._page_size + 1
-        fresh = step.admission != self._admission[:n]
-        held = np.where(fresh, 0, self._pages[:n])
+        if not np.array_equal(step.admission, self._admission):
+            self._move(step)
+        held, pages = self._pages, step.start // self._page_size + 1
         for i in np.flatnonzero(held != pages).tolist():
             self.tables[i, held[i] : pages[i]] = step.seqs[i].block_ids[held[i] :]
-        if fresh.any():
-            requests = [step.seqs[i].request for i in np.flatnonzero(fresh).tolist()]
-            self.keys[:n][fresh] = key_bits([request.noise_key for request in requests]).numpy()
-            self.temperatures[:n][fresh] = [request.params.temperature for request in requests]
-        self._admission[:n], self._pages[:n] = step.admission, pages
+        self._pages = pages
+
+    def _move(self, step: Step) -> None:
+        """Rows of sequences that stay move to their new places; the others begin anew."""
+        n, old = len(step), np.searchsorted(self._admission, step.admission)
+        stays = np.append(self._admission, -1)[old] == step.admission
+        to, old, new = np.flatnonzero(stays), old[stays], np.flatnonzero(~stays)
+        pages, width = np.zeros(n, np.int64), self._pages.max(initial=0)
+        pages[to] = self._pages[old]
+        self.tables[to, :width] = self.tables[old, :width]
+        self.keys[to], self.temperatures[to] = self.keys[old], self.temperatures[old]
+        requests = [step.seqs[i].request for i in new.tolist()]
+        self.keys[new] = key_bits([request.noise_key for request in requests]).numpy()
+        self.temperatures[new] = [request.params.temperature for request in requests]
+        self._admission, self._pages = step.admission, pages
 
 
 class DecodeGraphs:

@@ -121,9 +121,10 @@ class Scheduler:
             else:  # by the step before
                 in_vain += 1
         self.stats.generated_tokens += len(tokens) - in_vain
-        stops = self._stops
-        ends = {i for i, token in enumerate(tokens) if token in stops} if stops else set()
-        finished = [sampling[i] for i in sorted(ends.union(step.final.tolist())) if _finish(sampling[i])]
+        stops, ends = self._stops, set(step.final.tolist())
+        if not stops.isdisjoint(tokens):
+            ends.update(i for i, token in enumerate(tokens) if token in stops)
+        finished = [sampling[i] for i in sorted(ends) if _finish(sampling[i])]
         if finished:
             self._retire(finished)
         return finished
@@ -198,11 +199,14 @@ class Scheduler:
         c = self.counters
         wanted = np.where(c.ahead < c.limit, c.ahead - c.issued, 0)  # a last token that is pending is never computed
         num_tokens = _shares(wanted, self.chunk_tokens)
-        growing = np.flatnonzero(c.issued + num_tokens > c.room)
-        for row, wanted_now in zip(growing.tolist(), num_tokens[growing].tolist(), strict=True):
+        ends = c.issued + num_tokens
+        growing = np.flatnonzero(ends > c.room)
+        for row, end in zip(growing.tolist(), ends[growing].tolist(), strict=True):
             if row >= len(self.running):  # preempted for one before it
                 break
-            num_tokens[row] = self._grow(row, wanted_now)
+            c.room[row] = room = self._grow(self.running[row], end)
+            if room < end:
+                num_tokens[row] -= end - room
         return num_tokens[: len(self.running)]
 
     def _admit(self, budget: int) -> list[int]:
@@ -224,8 +228,10 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             num_cached = self._take_cached(seq, matched)
-            admitted.append(self._grow(len(self.running) - 1, min(budget, seq.num_tokens - num_cached)))
-            budget -= admitted[-1]
+            num_tokens = min(budget, seq.num_tokens - num_cached)
+            self.counters.room[-1] = self._grow(seq, num_cached + num_tokens)
+            admitted.append(num_tokens)
+            budget -= num_tokens
         return admitted
 
     def _issue(self, num_tokens: Integers) -> Step:
@@ -265,21 +271,19 @@ class Scheduler:
         )  # fmt: skip
         return num_cached
 
-    def _grow(self, row: int, num_tokens: int) -> int:
-        """Takes blocks for `num_tokens` more tokens, preempting later arrivals; returns how many tokens have room:
-        fewer only where the sequence is the last."""
-        seq, issued, shift = self.running[row], int(self.counters.issued[row]), self._block_shift
-        wanted = ((issued + num_tokens - 1) >> shift) + 1
-        while len(seq.block_ids) < wanted:
+    def _grow(self, seq: Sequence, end: int) -> int:
+        """Takes blocks until they hold `end` tokens, preempting later arrivals; returns how many they hold: fewer only
+        where the sequence is the last."""
+        blocks, shift = seq.block_ids, self._block_shift
+        while len(blocks) << shift < end:
             block = self.allocator.allocate()
             if block is not None:
-                seq.block_ids.append(block)
+                blocks.append(block)
             elif self.running[-1] is not seq:
                 self._preempt_last()
             else:
                 break
-        self.counters.room[row] = room = len(seq.block_ids) << shift
-        return min(num_tokens, room - issued)
+        return len(blocks) << shift
 
     def _preempt_last(self) -> None:
         """By recomputation: blocks go, generated tokens and their logprobs stay."""

@@ -42,22 +42,22 @@ def test_contexts() -> None:
 def test_rows_follow_their_sequences() -> None:
     """Sequences grow, leave, move up, and come back after a preemption with as many other pages."""
     rng = random.Random(0)
-    size, rows, admissions = 4, Rows(6, 12, 4), count()
-    running = [sequence(i) for i in range(6)]
+    size, rows, admissions, running = 4, Rows(6, 12, 4), count(), []
     for step in range(500):
         for seq in running:
             if rng.random() < 0.2:
                 seq.block_ids.append(rng.randrange(1000))
-            if rng.random() < 0.1 or len(seq.block_ids) > 12:
+            if len(seq.block_ids) > 12:
                 seq.admission = -1
-        if rng.random() < 0.2:
-            running.remove(rng.choice(running))
-            running.append(sequence(100 + step))
-        for seq in running:
-            if seq.admission < 0:
-                seq.admission = next(admissions)
-                seq.block_ids = [rng.randrange(1000) for _ in range(rng.randint(1, 12))]
+        left = [seq for seq in running if rng.random() < 0.9 and seq.admission >= 0]
+        again = [seq for seq in running if seq not in left and rng.random() < 0.5]
+        running = [*left, *again, *(sequence(10 * step + i) for i in range(rng.randint(0, 6 - len(left + again))))]
+        for seq in running[len(left) :]:
+            seq.admission = next(admissions)
+            seq.block_ids = [rng.randrange(1000) for _ in range(rng.randint(1, 12))]
         served = [seq for seq in running if rng.random() < 0.9]
+        if not served:
+            continue
         rows.update(decoding(served, [len(seq.block_ids) * size - rng.randint(1, size) for seq in served]))
         for i, seq in enumerate(served):
             assert rows.tables[i, : len(seq.block_ids)].tolist() == seq.block_ids
