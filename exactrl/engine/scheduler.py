@@ -58,7 +58,7 @@ class Scheduler:
         self.counters = Counters(min(max_concurrent, allocator.num_blocks))  # of `running`: each has a block
         self.waiting: deque[Sequence] = deque()  # arrival order
         self._ids: set[str] = set()
-        self._stops: set[int] = set()  # stop tokens of any request
+        self._stops: set[int] = set()  # of all requests since there was none
         self._num_arrived = 0
         self._num_admitted = 0
         self._block_shift = allocator.block_tokens.bit_length() - 1
@@ -72,6 +72,8 @@ class Scheduler:
     def add(self, request: Request) -> Sequence:
         """Appends a request to the waiting queue. Raises RequestError for one that can never be served."""
         self.require_servable(request)
+        if not self._ids:
+            self._stops.clear()
         seq = Sequence(self._num_arrived, request)
         self._num_arrived += 1
         self._ids.add(request.id)
@@ -121,9 +123,9 @@ class Scheduler:
             else:  # by the step before
                 in_vain += 1
         self.stats.generated_tokens += len(tokens) - in_vain
-        stops, ends = self._stops, set(step.final.tolist())
-        if not stops.isdisjoint(tokens):
-            ends.update(i for i, token in enumerate(tokens) if token in stops)
+        ends = set(step.final.tolist())  # samples that may end their sequences; few, and hardly ever in most steps
+        if not self._stops.isdisjoint(tokens):
+            ends.update(i for i, token in enumerate(tokens) if token in self._stops)
         finished = [sampling[i] for i in sorted(ends) if _finish(sampling[i])]
         if finished:
             self._retire(finished)
@@ -248,7 +250,7 @@ class Scheduler:
         c.issued[rows] = end
         c.ahead[rows] += samples
         sampling = rows[samples]
-        if len(rows):
+        if len(rows):  # without a step, what is pending stays so
             c.sample[:] = -1
             c.sample[sampling] = np.arange(len(sampling))
         final = np.flatnonzero(c.ahead[sampling] == c.limit[sampling])
