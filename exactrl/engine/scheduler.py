@@ -123,7 +123,7 @@ class Scheduler:
             else:  # by the step before
                 in_vain += 1
         self.stats.generated_tokens += len(tokens) - in_vain
-        ends = set(step.final.tolist())  # samples that may end their sequences; few, and hardly ever in most steps
+        ends = set(step.final.tolist())  # samples that may end their sequences
         if not self._stops.isdisjoint(tokens):
             ends.update(i for i, token in enumerate(tokens) if token in self._stops)
         finished = [sampling[i] for i in sorted(ends) if _finish(sampling[i])]
