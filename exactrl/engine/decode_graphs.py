@@ -90,7 +90,7 @@ class Rows:
     def __init__(self, rows: int, pages: int, page_size: int) -> None:
         self.tables = np.zeros((rows, pages), np.int32)
         self.keys, self.temperatures = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
-        self._page_size = page_size
+        self.page_size = page_size
         self._admission = self._pages = np.zeros(0, np.int64)  # of the rows in use: ascending; pages written
 
     def update(self, step: Step) -> None:
@@ -98,7 +98,7 @@ class Rows:
         grows."""
         if not np.array_equal(step.admission, self._admission):
             self._move(step)
-        held, pages = self._pages, step.start // self._page_size + 1
+        held, pages = self._pages, step.start // self.page_size + 1
         for i in np.flatnonzero(held != pages).tolist():
             self.tables[i, held[i] : pages[i]] = step.seqs[i].block_ids[held[i] :]
         self._pages = pages
@@ -116,6 +116,22 @@ class Rows:
         self.keys[new] = key_bits([request.noise_key for request in requests]).numpy()
         self.temperatures[new] = [request.params.temperature for request in requests]
         self._admission, self._pages = step.admission, pages
+
+
+def fill(host: dict[str, np.ndarray], step: Step, rows: Rows) -> None:
+    """What a graph reads of a decode step: FIELDS and page tables. Rows behind its chunks compute in vain."""
+    n, starts = len(step), step.start
+    rows.update(step)
+    known = np.flatnonzero(step.source < 0)  # the other ids are pending
+    host["ids"][known] = [step.seqs[i].token_ids[-1] for i in known.tolist()]
+    host["sources"][:n] = step.source
+    host["positions"][:n] = starts
+    host["slots"][:n] = row_slots(np.arange(n + 1), starts, rows.tables, rows.page_size)
+    host["sample_positions"][:n] = host["lengths"][:n] = starts + 1
+    host["keys"][:n], host["temperatures"][:n] = rows.keys[:n], rows.temperatures[:n]
+    host["tables"][:n] = rows.tables[:n, : host["tables"].shape[1]]
+    host["sources"][n:], host["slots"][n:], host["lengths"][n:] = -1, -1, 0
+    host["ids"][n:] = host["positions"][n:] = host["keys"][n:] = 0
 
 
 class DecodeGraphs:
@@ -152,25 +168,11 @@ class DecodeGraphs:
         if (graph := self._graphs.get(key)) is None:
             self._make_room(*key)
             graph = self._graphs[key] = self._captured(*key)
-        self._fill(graph.inputs.host[self._turn], step)
+        fill(graph.inputs.host[self._turn], step, self._rows)
         graph.inputs.send(self._turn)
         self._turn = (self._turn + 1) % IN_FLIGHT
         graph.replay()
         return self.results.send(len(step))
-
-    def _fill(self, host: dict[str, np.ndarray], step: Step) -> None:
-        n, starts, rows = len(step), step.start, self._rows
-        rows.update(step)
-        known = np.flatnonzero(step.source < 0)  # the other ids are pending
-        host["ids"][known] = [step.seqs[i].token_ids[-1] for i in known.tolist()]
-        host["sources"][:n] = step.source
-        host["positions"][:n] = starts
-        host["slots"][:n] = row_slots(np.arange(n + 1), starts, rows.tables, self.ops.page_size)
-        host["sample_positions"][:n] = host["lengths"][:n] = starts + 1
-        host["keys"][:n], host["temperatures"][:n] = rows.keys[:n], rows.temperatures[:n]
-        host["tables"][:n] = rows.tables[:n, : host["tables"].shape[1]]
-        host["sources"][n:], host["slots"][n:], host["lengths"][n:] = -1, -1, 0
-        host["ids"][n:] = host["positions"][n:] = host["keys"][n:] = 0
 
     def _make_room(self, rows: int, context: int) -> None:
         """Drops all graphs where another one's scratch memory would be too much beside theirs."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
+import torch
 
-from exactrl.engine.decode_graphs import Rows, context_of, rows_of
+from exactrl.engine.decode_graphs import Inputs, Rows, context_of, fill, rows_of
 from exactrl.engine.sequence import Sequence
 from exactrl.engine.step import Step
 from exactrl.types import Request, SamplingParams
+from tests.engine.fake_engine import random_engine, random_requests
 
 
 def sequence(index: int) -> Sequence:
@@ -63,3 +66,46 @@ def test_rows_follow_their_sequences() -> None:
             assert rows.tables[i, : len(seq.block_ids)].tolist() == seq.block_ids
             assert int(rows.keys[i]) % 2**64 == seq.request.noise_key
             assert rows.temperatures[i] == seq.request.params.temperature
+
+
+def check_inputs(host: dict[str, np.ndarray], step: Step, size: int) -> None:
+    for i, c in enumerate(step):
+        seq, row = c.seq, {name: values[i].item() for name, values in host.items() if name != "tables"}
+        assert row["sources"] == c.source
+        assert c.source >= 0 or row["ids"] == seq.token_ids[c.start]
+        assert (row["positions"], row["sample_positions"], row["lengths"]) == (c.start, c.start + 1, c.start + 1)
+        assert row["slots"] == seq.block_ids[c.start // size] * size + c.start % size
+        assert (row["keys"] % 2**64, row["temperatures"]) == (seq.request.noise_key, seq.request.params.temperature)
+        assert host["tables"][i, : len(seq.block_ids)].tolist() == seq.block_ids
+    for name, padding in (("sources", -1), ("slots", -1), ("lengths", 0), ("ids", 0), ("positions", 0), ("keys", 0)):
+        assert (host[name][len(step) :] == padding).all()
+
+
+def test_inputs_are_those_of_the_steps_of_random_traces() -> None:
+    """Steps that decode, among others, with preemptions, sequences that end and steps in flight."""
+    pending = known = preemptions = 0
+    for seed in range(300):
+        rng = random.Random(80_000 + seed)
+        engine, capacity = random_engine(rng)
+        engine.lookahead = rng.random() < 0.7
+        size = engine.allocator.block_tokens
+        rows, inputs = Rows(8, 64, size), Inputs(8, 64, torch.device("cpu"))
+        compute = engine.compute
+
+        def launch(step: Step, compute=compute, rows=rows, inputs=inputs, size=size):
+            nonlocal pending, known
+            if step.decodes:
+                fill(inputs.host[0], step, rows)
+                check_inputs(inputs.host[0], step, size)
+                pending += int((step.source >= 0).sum())
+                known += int((step.source < 0).sum())
+            return compute(step)
+
+        engine.compute = launch
+        some = random_requests(rng, capacity, rng.randint(1, 8))
+        engine.generate(
+            replace(r, noise_key=rng.getrandbits(64), params=replace(r.params, temperature=rng.randrange(8) / 8))
+            for r in some
+        )
+        preemptions += engine.scheduler.stats.preemptions
+    assert min(pending, known, preemptions) > 100, "the traces no longer reach the interesting cases"
