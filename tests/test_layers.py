@@ -22,7 +22,7 @@ ROWS: dict[float, str] = {
 LEVELS = {room: level for level, rooms in ROWS.items() for room in rooms.split()}
 FACADES = {"__init__.py", "__main__.py"}
 DYNAMIC = ("import_module", "__import__")
-TORCH_FREE = {"engine/sequence.py", "engine/allocator.py", "engine/scheduler.py"}
+TORCH_FREE = {f"engine/{name}.py" for name in ("allocator", "counters", "scheduler", "sequence", "step")}
 ONLY_IN = {"ray": ("cluster/",), "sglang": ("adapters/sglang.py",), "transformers": ("tasks/", "model/", "adapters/")}
 
 

@@ -145,11 +145,10 @@ class BlockAllocator:
         key = (parent, tuple(token_ids[start : start + self.block_tokens]))
         assert len(key[1]) == self.block_tokens, f"block {block_index} of {len(token_ids)} tokens is not full"
         assert self._refs[block_id], f"block {block_id} has no owner"
-        twin = self._cached.get(key)
-        if twin is not None:
+        twin = self._cached.setdefault(key, block_id)  # once: a tuple's hash is computed anew each time
+        if twin != block_id:
             return self._node[twin]
         assert self._key[block_id] is None, f"block {block_id} is published twice"
-        self._cached[key] = block_id
         self._key[block_id] = key
         self._node[block_id] = node = self._new_node()
         return node

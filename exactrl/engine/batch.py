@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from exactrl.engine.scheduler import Chunk
+from exactrl.engine.step import Step
 from exactrl.ops.interface import ModelOps
 from exactrl.ops.qkv import HeadShape
 from exactrl.ops.rows import row_positions
@@ -39,25 +38,22 @@ class Batch:
     keys: torch.Tensor
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], shape: HeadShape, ops: ModelOps) -> Batch:
+    def build(cls, step: Step, shape: HeadShape, ops: ModelOps) -> Batch:
         """On the host, but for `rows`."""
-        counts = np.fromiter((c.num_tokens for c in chunks), np.int64, len(chunks))
-        first = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(step.num_tokens)])
         ids: list[int] = []
-        for c in chunks:
+        for c in step:
             ids += c.seq.token_ids[c.start : c.start + c.num_tokens]
             if c.source >= 0:
                 ids.append(0)
-        positions = row_positions(starts, first)
-        sampling = [i for i, c in enumerate(chunks) if c.samples]
-        last = starts[1:][sampling] - 1
-        requests = [chunks[i].seq.request for i in sampling]
+        positions = row_positions(starts, step.start)
+        last = starts[1:][step.samples] - 1
+        requests = [seq.request for seq in step.sampling]
         return cls(
             ids=torch.tensor(ids, dtype=torch.int64),
-            sources=_sources(chunks, starts),
+            sources=_sources(step, starts),
             positions=torch.from_numpy(positions),
-            rows=ops.rows(starts, first, _tables(chunks), shape),
+            rows=ops.rows(starts, step.start, _tables(step), shape),
             sample_rows=torch.from_numpy(last),
             sample_positions=torch.from_numpy(positions[last] + 1),
             temperatures=torch.tensor([r.params.temperature for r in requests], dtype=torch.float32),
@@ -74,18 +70,18 @@ def with_pending(ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor
     return torch.where(sources < 0, ids, sampled[sources.clamp(min=0)])
 
 
-def _sources(chunks: Sequence[Chunk], starts: np.ndarray) -> torch.Tensor | None:
-    if all(c.source < 0 for c in chunks):
+def _sources(step: Step, starts: np.ndarray) -> torch.Tensor | None:
+    if (step.source < 0).all():
         return None
     sources = np.full(starts[-1], -1, np.int64)
-    sources[starts[1:] - 1] = [c.source for c in chunks]
+    sources[starts[1:] - 1] = step.source
     return torch.from_numpy(sources)
 
 
-def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
+def _tables(step: Step) -> np.ndarray:
     """Block tables, int32 [S, longest], padded with 0 (never read)."""
-    longest = max(len(c.seq.block_ids) for c in chunks)
-    tables = np.zeros((len(chunks), longest), np.int32)
-    for row, c in zip(tables, chunks, strict=True):
-        row[: len(c.seq.block_ids)] = c.seq.block_ids
+    longest = max(len(seq.block_ids) for seq in step.seqs)
+    tables = np.zeros((len(step), longest), np.int32)
+    for row, seq in zip(tables, step.seqs, strict=True):
+        row[: len(seq.block_ids)] = seq.block_ids
     return tables

@@ -24,7 +24,7 @@ from exactrl.ops.rows import row_slots
 from exactrl.ops.transfer import key_bits
 
 if TYPE_CHECKING:
-    from exactrl.engine.scheduler import Chunk
+    from exactrl.engine.step import Step
     from exactrl.ops.cuda.binding import CudaOps
 
 SHORTEST = 1024  # tokens of the context that the smallest graphs are captured for
@@ -81,21 +81,57 @@ class Captured:
     held: tuple[object, ...]
 
 
-class PageTables:
-    """Page tables of a batch's sequences on the host, int32 [rows, pages]; only what changed is written again."""
+class Rows:
+    """What the sequences of a batch bring along, on the host, by rows; only what changed since the last is written.
 
-    def __init__(self, rows: int, pages: int) -> None:
+    tables int32 [rows, pages], keys int64 [rows] (bits of the noise keys), temperatures fp32 [rows]
+    """
+
+    def __init__(self, rows: int, pages: int, page_size: int) -> None:
         self.tables = np.zeros((rows, pages), np.int32)
-        self._held: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
+        self.keys, self.temperatures = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
+        self.page_size = page_size
+        self._admission = self._pages = np.zeros(0, np.int64)  # of the rows in use: ascending; pages written
 
-    def update(self, chunks: Sequence[Chunk]) -> None:
-        for i, c in enumerate(chunks):
-            seq = c.seq
-            pages = seq.block_ids
-            held = (seq.index, seq.num_preemptions, len(pages))  # within one admission a table only grows
-            if held != self._held[i]:
-                self.tables[i, : len(pages)] = pages
-                self._held[i] = held
+    def update(self, step: Step) -> None:
+        """Each chunk is one token, the last that its sequence's pages are for. While an admission lasts, a table only
+        grows."""
+        if not np.array_equal(step.admission, self._admission):
+            self._move(step)
+        held, pages = self._pages, step.start // self.page_size + 1
+        for i in np.flatnonzero(held != pages).tolist():
+            self.tables[i, held[i] : pages[i]] = step.seqs[i].block_ids[held[i] :]
+        self._pages = pages
+
+    def _move(self, step: Step) -> None:
+        """Rows of sequences that stay move to their new places; the others begin anew."""
+        n, old = len(step), np.searchsorted(self._admission, step.admission)
+        stays = np.append(self._admission, -1)[old] == step.admission
+        to, old, new = np.flatnonzero(stays), old[stays], np.flatnonzero(~stays)
+        pages, width = np.zeros(n, np.int64), self._pages.max(initial=0)
+        pages[to] = self._pages[old]
+        self.tables[to, :width] = self.tables[old, :width]
+        self.keys[to], self.temperatures[to] = self.keys[old], self.temperatures[old]
+        requests = [step.seqs[i].request for i in new.tolist()]
+        self.keys[new] = key_bits([request.noise_key for request in requests]).numpy()
+        self.temperatures[new] = [request.params.temperature for request in requests]
+        self._admission, self._pages = step.admission, pages
+
+
+def fill(host: dict[str, np.ndarray], step: Step, rows: Rows) -> None:
+    """What a graph reads of a decode step: FIELDS and page tables. Rows behind its chunks compute in vain."""
+    n, starts = len(step), step.start
+    rows.update(step)
+    known = np.flatnonzero(step.source < 0)  # the other ids are pending
+    host["ids"][known] = [step.seqs[i].token_ids[-1] for i in known.tolist()]
+    host["sources"][:n] = step.source
+    host["positions"][:n] = starts
+    host["slots"][:n] = row_slots(np.arange(n + 1), starts, rows.tables, rows.page_size)
+    host["sample_positions"][:n] = host["lengths"][:n] = starts + 1
+    host["keys"][:n], host["temperatures"][:n] = rows.keys[:n], rows.temperatures[:n]
+    host["tables"][:n] = rows.tables[:n, : host["tables"].shape[1]]
+    host["sources"][n:], host["slots"][n:], host["lengths"][n:] = -1, -1, 0
+    host["ids"][n:] = host["positions"][n:] = host["keys"][n:] = 0
 
 
 class DecodeGraphs:
@@ -107,7 +143,7 @@ class DecodeGraphs:
         self.ops = cast("CudaOps", model.ops)
         self._capture = capture
         self._graphs: dict[tuple[int, int], Captured] = {}
-        self._tables = PageTables(self.max_rows, -(-max_tokens // self.ops.page_size))
+        self._rows = Rows(self.max_rows, -(-max_tokens // self.ops.page_size), self.ops.page_size)
         self._turn = 0
         model.reserve_positions(max_tokens)
 
@@ -115,39 +151,21 @@ class DecodeGraphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def serves(self, chunks: Sequence[Chunk]) -> bool:
-        return all(c.num_tokens == 1 and c.samples for c in chunks)
+    def serves(self, step: Step) -> bool:
+        return step.decodes
 
-    def launch(self, chunks: Sequence[Chunk]) -> Computed:
-        """Starts a step of chunks that it `serves`."""
-        longest = max(c.start for c in chunks) + 1
-        key = rows_of(len(chunks), self.max_rows), context_of(longest, self.max_tokens)
+    def launch(self, step: Step) -> Computed:
+        """Starts a step that it `serves`."""
+        longest = int(step.start.max()) + 1
+        key = rows_of(len(step), self.max_rows), context_of(longest, self.max_tokens)
         if (graph := self._graphs.get(key)) is None:
             self._make_room(*key)
             graph = self._graphs[key] = self._captured(*key)
-        self._fill(graph.inputs.host[self._turn], chunks)
+        fill(graph.inputs.host[self._turn], step, self._rows)
         graph.inputs.send(self._turn)
         self._turn = (self._turn + 1) % IN_FLIGHT
         graph.replay()
-        return self.results.send(len(chunks))
-
-    def _fill(self, host: dict[str, np.ndarray], chunks: Sequence[Chunk]) -> None:
-        n = len(chunks)
-        seqs = [c.seq for c in chunks]
-        starts = np.fromiter((c.start for c in chunks), np.int64, n)
-        self._tables.update(chunks)
-        host["ids"][:n] = [seq.token_ids[-1] for seq in seqs]  # where it is pending, `sources` counts
-        host["sources"][:n] = [c.source for c in chunks]
-        host["positions"][:n] = starts
-        host["slots"][:n] = row_slots(np.arange(n + 1), starts, self._tables.tables, self.ops.page_size)
-        host["sample_positions"][:n] = starts + 1
-        host["keys"][:n] = key_bits([seq.request.noise_key for seq in seqs]).numpy()
-        host["temperatures"][:n] = [seq.request.params.temperature for seq in seqs]
-        host["lengths"][:n] = starts + 1
-        pages = host["tables"].shape[1]
-        host["tables"][:n] = self._tables.tables[:n, :pages]
-        host["sources"][n:], host["slots"][n:], host["lengths"][n:] = -1, -1, 0
-        host["ids"][n:] = host["positions"][n:] = host["keys"][n:] = 0
+        return self.results.send(len(step))
 
     def _make_room(self, rows: int, context: int) -> None:
         """Drops all graphs where another one's scratch memory would be too much beside theirs."""

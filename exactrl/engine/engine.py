@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from exactrl.engine.allocator import BlockAllocator, FreeOrder
 from exactrl.engine.capture import CudaCapture
@@ -19,8 +20,9 @@ from exactrl.engine.memory import num_blocks
 from exactrl.engine.piecewise_graphs import PiecewiseGraphs
 from exactrl.engine.results import Computed, Results
 from exactrl.engine.runner import Runner
-from exactrl.engine.scheduler import Chunk, Scheduler
+from exactrl.engine.scheduler import Scheduler
 from exactrl.engine.sequence import Sequence as Generation
+from exactrl.engine.step import Step
 from exactrl.errors import EnvironmentProblem, ModelError, NonFiniteError, RequestError
 from exactrl.model.attention_state import CacheState, paged_state
 from exactrl.model.qwen3 import Probe, Qwen3, unchanged
@@ -82,7 +84,7 @@ class Engine:
         on_gpu = model.ops.device.type == "cuda"
         self.overlap = on_gpu if overlap is None else overlap
         self._captures = on_gpu and cuda_graphs
-        self._launched: deque[tuple[list[Chunk], Computed]] = deque()
+        self._launched: deque[tuple[Step, Computed]] = deque()
         self._see: Probe = see or unchanged
         self._runner: Runner | None = None
         self._asleep = False
@@ -218,14 +220,14 @@ class Engine:
         """Launches the next step, then books the earliest that was launched; returns the sequences that it finished."""
         if not self.scheduler.has_work:
             return []
-        if chunks := self.scheduler.schedule():
-            self._launched.append((chunks, self.runner.launch(chunks)))
+        if step := self.scheduler.schedule():
+            self._launched.append((step, self.runner.launch(step)))
             if self.overlap and len(self._launched) == 1 and self.see is unchanged:
                 return []
-        chunks, computed = self._launched.popleft()
-        sampled = computed.wait()
-        self._check_finite(sampled, [c.seq for c in chunks if c.samples])
-        return self.scheduler.update(chunks, sampled)
+        step, computed = self._launched.popleft()
+        tokens, logprobs = computed.wait()
+        self._check_finite(tokens, logprobs, step)
+        return self.scheduler.update(step, tokens.tolist(), logprobs.tolist())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> str:
         """Replaces all weights in place and forgets the prefix cache; returns the digest of what kernels now read."""
@@ -268,12 +270,13 @@ class Engine:
             raise RequestError(f"request {request.id!r}: temperature {t} must be 0 (greedy) or at least 0.001")
         return request
 
-    def _check_finite(self, sampled: list[tuple[int, float]], sequences: list[Generation]) -> None:
-        for (token, logprob), seq in zip(sampled, sequences, strict=True):
-            if (token < 0 or not math.isfinite(logprob)) and seq.finish_reason is None:
+    def _check_finite(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], step: Step) -> None:
+        for i in np.flatnonzero((tokens < 0) | ~np.isfinite(logprobs)).tolist():
+            seq = step.sampling[i]
+            if seq.finish_reason is None:
                 raise NonFiniteError(
-                    f"request {seq.request.id!r}: logprob {logprob} at position {seq.num_tokens}; the model's logits "
-                    f"are not finite there (weight version {self.weight_version})"
+                    f"request {seq.request.id!r}: logprob {logprobs[i]} at position {seq.num_tokens}; the model's "
+                    f"logits are not finite there (weight version {self.weight_version})"
                 )
 
     def _completion(self, seq: Generation) -> Completion:

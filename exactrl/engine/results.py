@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+Sampled = tuple[NDArray[np.int64], NDArray[np.float32]]
 IN_FLIGHT = 2  # steps whose results the host may not have read yet
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step that was launched. `wait` returns (token, logprob) of each sample, in order, once the device has them."""
+    """A step that was launched. `wait` returns tokens int64 and logprobs fp32 of its samples, both [R], once the device
+    has them; they are the caller's own."""
 
-    wait: Callable[[], list[tuple[int, float]]]
+    wait: Callable[[], Sampled]
 
 
 @dataclass(slots=True)
@@ -58,10 +61,10 @@ class Results:
             event = torch.cuda.Event()
             event.record()
 
-        def wait() -> list[tuple[int, float]]:
+        def wait() -> Sampled:
             if event is not None:
                 event.synchronize()
             tokens, bits = host.numpy()[:, :count]
-            return list(zip(tokens.tolist(), bits.astype(np.int32).view(np.float32).tolist(), strict=True))
+            return tokens.copy(), bits.astype(np.int32).view(np.float32)
 
         return Computed(wait)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.ops.transfer import on_device
 
 if TYPE_CHECKING:
-    from exactrl.engine.scheduler import Chunk
+    from exactrl.engine.step import Step
 
 
 @dataclass(slots=True)
@@ -37,14 +36,14 @@ class Runner:
         """Sizes of steps for which graphs exist."""
         return sum(graphs.num_captured for graphs in (self.graphs, self.pieces) if graphs is not None)
 
-    def launch(self, chunks: Sequence[Chunk]) -> Computed:
+    def launch(self, step: Step) -> Computed:
         """Starts a step; nothing waits for the GPU. Tokens that are pending come from the step launched before."""
-        if self.graphs is not None and self.see is unchanged and self.graphs.serves(chunks):
-            return self.graphs.launch(chunks)
+        if self.graphs is not None and self.see is unchanged and self.graphs.serves(step):
+            return self.graphs.launch(step)
         ops = self.model.ops
-        batch = on_device(Batch.build(chunks, self.model.shape, ops), ops.device)
+        batch = on_device(Batch.build(step, self.model.shape, ops), ops.device)
         if self.see is not unchanged:
-            self.see("rows", batch.rows.owners(torch.tensor([c.seq.index for c in chunks])))
+            self.see("rows", batch.rows.owners(torch.tensor([seq.index for seq in step.seqs])))
         ids = batch.known_ids(self.results.tokens)
         hidden = self._forward(ids, batch)
         predicting = hidden[self.see("predicting", batch.sample_rows)]

@@ -7,14 +7,13 @@ from exactrl.types import Request
 
 class Sequence:
     """State of one request; written by the scheduler only (the engine reads it to build batches and completions).
+    What every step changes while it runs is in Counters.
 
     index             arrival order, unique in its scheduler
     token_ids         prompt + generated tokens
     num_prompt        tokens of the prompt
-    num_computed      leading tokens whose KV is in the cache
-    num_issued        leading tokens whose KV is in the cache or being computed
-    num_pending       sampled tokens whose value is not known yet
-    pending_sample    number of the last of them among the samples of its step
+    admission         number of its admission among all of its scheduler; -1 while it waits
+    num_ahead         while it waits: tokens once those that are still being sampled are known
     block_ids         block table: token t lives in block_ids[t // block_tokens], slot t % block_tokens
     node              prefix-cache node of the last full block (BlockAllocator.publish)
     num_cached        prompt tokens taken from the prefix cache at the first admission
@@ -24,20 +23,18 @@ class Sequence:
     """
 
     __slots__ = (
+        "admission",
         "block_ids",
         "finish_reason",
         "index",
         "logprobs",
         "max_tokens",
         "node",
+        "num_ahead",
         "num_cached",
-        "num_computed",
-        "num_issued",
-        "num_pending",
         "num_preemptions",
         "num_prompt",
         "num_seen",
-        "pending_sample",
         "request",
         "stop_token_ids",
         "token_ids",
@@ -50,10 +47,8 @@ class Sequence:
         self.num_prompt = len(self.token_ids)
         self.max_tokens = self.num_prompt + request.params.max_new_tokens
         self.stop_token_ids = frozenset(request.params.stop_token_ids)
-        self.num_computed = 0
-        self.num_issued = 0
-        self.num_pending = 0
-        self.pending_sample = 0
+        self.admission = -1
+        self.num_ahead = self.num_prompt
         self.block_ids: list[int] = []
         self.node = 0
         self.num_cached = 0
@@ -67,11 +62,6 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def num_ahead(self) -> int:
-        """Tokens once all that are being sampled are known."""
-        return len(self.token_ids) + self.num_pending
-
-    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -82,5 +72,5 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request.id!r}, index={self.index}, tokens={self.num_prompt}+{self.num_generated}, "
-            f"computed={self.num_computed}, blocks={len(self.block_ids)}, finish={self.finish_reason})"
+            f"blocks={len(self.block_ids)}, finish={self.finish_reason})"
         )

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from exactrl.engine.allocator import BlockAllocator
-from exactrl.engine.scheduler import Chunk, Scheduler
+from exactrl.engine.scheduler import Scheduler
 from exactrl.engine.sequence import Sequence
+from exactrl.engine.step import Chunk, Step
 from exactrl.types import Request, SamplingParams
 
 VOCAB = 12
@@ -60,7 +61,7 @@ class FakeEngine:
         self.weights = 1
         self.num_computed = 0
         self.lookahead = lookahead
-        self.in_flight: deque[tuple[list[Chunk], list[tuple[int, float]]]] = deque()
+        self.in_flight: deque[tuple[Step, list[tuple[int, float]]]] = deque()
         self.sampled: list[tuple[int, float]] = []  # of the step computed last
         self.in_vain = 0
         self.ended_in_the_queue = 0
@@ -73,6 +74,14 @@ class FakeEngine:
     def slot(self, seq: Sequence, position: int) -> tuple[list[int], int]:
         size = self.allocator.block_tokens
         return self.slots[seq.block_ids[position // size]], position % size
+
+    def num_ahead(self, seq: Sequence) -> int:
+        running = self.scheduler.running
+        return int(self.scheduler.counters.ahead[running.index(seq)]) if seq in running else seq.num_ahead
+
+    def num_issued(self, seq: Sequence) -> int:
+        running = self.scheduler.running
+        return int(self.scheduler.counters.issued[running.index(seq)]) if seq in running else 0
 
     def check_cache(self) -> None:
         """Every cached block that can be reached holds exactly the prefix that its chain of keys spells."""
@@ -89,7 +98,7 @@ class FakeEngine:
         known = chunk.seq.token_ids
         return known[position] if position < len(known) else self.sampled[chunk.source][0]
 
-    def compute(self, chunks: list[Chunk]) -> list[tuple[int, float]]:
+    def compute(self, chunks: Step) -> list[tuple[int, float]]:
         for chunk in chunks:
             assert (chunk.source >= 0) == (chunk.start + chunk.num_tokens > len(chunk.seq.token_ids))
             state = self.weights
@@ -115,10 +124,10 @@ class FakeEngine:
     def step(self) -> list[Sequence]:
         scheduler = self.scheduler
         before, preemptions = set(scheduler.running), scheduler.stats.preemptions
-        todo = [s for s in [*scheduler.running, *scheduler.waiting] if s.num_ahead < s.max_tokens]
+        todo = [s for s in [*scheduler.running, *scheduler.waiting] if self.num_ahead(s) < s.max_tokens]
         chunks = scheduler.schedule()
         scheduler.check_invariants()
-        self.preempted_in_flight += sum(seq.num_pending for seq in scheduler.waiting)
+        self.preempted_in_flight += sum(seq.num_ahead - seq.num_tokens for seq in scheduler.waiting)
         assert not chunks or todo, "a step without work"
         assert chunks or not todo or self.in_flight, "work without a step"
         if chunks:
@@ -132,13 +141,14 @@ class FakeEngine:
         chunks, sampled = self.in_flight.popleft()
         self.in_vain += sum(c.num_tokens for c in chunks if c.seq.finish_reason is not None)
         waiting = set(scheduler.waiting)
-        finished = scheduler.update(chunks, sampled)
+        finished = scheduler.update(chunks, *columns(sampled))
         self.ended_in_the_queue += len(waiting & set(finished))
         scheduler.check_invariants()
         self.check_cache()
         return finished
 
-    def check_chunks(self, chunks: list[Chunk], first: Sequence) -> None:
+    def check_chunks(self, step: Step, first: Sequence) -> None:
+        chunks = list(step)
         assert chunks[0].seq is first, "the first arrival that can advance does"
         assert sum(chunk.num_tokens for chunk in chunks) <= self.scheduler.chunk_tokens
         assert [chunk.seq.index for chunk in chunks] == sorted({chunk.seq.index for chunk in chunks})
@@ -146,8 +156,9 @@ class FakeEngine:
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
             assert chunk.num_tokens > 0
-            assert end == chunk.seq.num_issued
-            assert end == chunk.seq.num_ahead - 1 if chunk.samples else end < chunk.seq.num_ahead
+            assert end == self.num_issued(chunk.seq)
+            ahead = self.num_ahead(chunk.seq)
+            assert end == ahead - 1 if chunk.samples else end < ahead
             assert len(chunk.seq.block_ids) == -(-end // self.allocator.block_tokens), "exactly the blocks needed"
 
     def generate(self, requests: Iterable[Request], add_per_step: int = 10**9) -> dict[str, Sequence]:
@@ -166,6 +177,11 @@ class FakeEngine:
         assert done.keys() == wanted.keys()
         assert self.allocator.num_free == self.allocator.num_blocks, "blocks leaked"
         return done
+
+
+def columns(sampled: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    """As Scheduler.update takes them."""
+    return [token for token, _ in sampled], [logprob for _, logprob in sampled]
 
 
 def request(name: object, prompt: Iterable[int], max_new: int, stop: tuple[int, ...] = ()) -> Request:

@@ -34,6 +34,23 @@ def test_random_traces_equal_running_alone() -> None:
     assert min(preemptions, hits, in_vain, 10 * waiting) > 300, "the traces no longer reach the interesting cases"
 
 
+def test_traces_of_many_sequences_equal_running_alone() -> None:
+    preemptions = 0
+    for seed in range(8):
+        rng = random.Random(70_000 + seed)
+        engine = FakeEngine(
+            rng.choice([120, 500]),
+            4,
+            chunk_tokens=rng.choice([48, 300]),
+            max_concurrent=64,
+            lookahead=rng.random() < 0.7,
+        )
+        engine.generate(random_requests(rng, 40, 120), add_per_step=rng.choice([5, 10**9]))
+        assert engine.scheduler.stats.peak_running > 20
+        preemptions += engine.scheduler.stats.preemptions
+    assert preemptions > 30
+
+
 def test_random_traces_across_weight_updates_and_aborts() -> None:
     for seed in range(300):
         rng = random.Random(60_000 + seed)

@@ -14,7 +14,7 @@ from exactrl.engine.allocator import BlockAllocator
 from exactrl.engine.scheduler import Scheduler
 from exactrl.errors import ConfigError, RequestError
 from exactrl.types import EngineStats, Request
-from tests.engine.fake_engine import VOCAB, FakeEngine, check_counters, random_engine, random_requests, request
+from tests.engine.fake_engine import VOCAB, FakeEngine, check_counters, columns, random_engine, random_requests, request
 
 
 def test_random_traces_equal_running_alone() -> None:
@@ -112,12 +112,12 @@ def test_recomputation_samples_at_the_last_token_only_and_keeps_logprobs() -> No
         engine.step()
     kept = list(late.logprobs)
     assert kept
-    assert (late.num_computed, late.block_ids) == (0, [])
+    assert (engine.num_issued(late), late.block_ids) == (0, [])
     assert late.num_generated == len(kept)
     expected = late.num_tokens
     while late.num_generated == len(kept):
         engine.step()
-    assert late.num_computed == expected
+    assert engine.num_issued(late) == expected
     assert late.logprobs[:-1] == kept
     assert engine.scheduler.stats.recomputed_tokens == late.num_seen >= 8
 
@@ -128,7 +128,7 @@ def test_a_later_sequence_without_a_block_waits_and_keeps_its_own() -> None:
     late = engine.scheduler.add(request("late", range(8), 6))  # 2 blocks, and a third for its second new token
     while engine.scheduler.running != [late]:
         engine.step()
-        assert late.num_computed <= 8
+        assert engine.num_issued(late) <= 8
     assert late.num_preemptions == 0
     while engine.scheduler.has_work:
         engine.step()
@@ -143,7 +143,7 @@ def test_arrival_order_and_mixed_steps() -> None:
     for _ in range(4):
         chunks = engine.scheduler.schedule()
         steps.append([(chunk.seq.index, chunk.num_tokens, chunk.samples) for chunk in chunks])
-        engine.scheduler.update(chunks, engine.compute(chunks))
+        engine.scheduler.update(chunks, *columns(engine.compute(chunks)))
     assert steps[:2] == [[(0, 3, True), (1, 5, False)], [(0, 1, True), (1, 7, True)]]
     assert steps[2:] == [[(0, 1, True), (1, 1, True), (2, 2, True)], [(0, 1, True), (1, 1, True), (2, 1, True)]]
     assert engine.scheduler.stats == EngineStats(steps=4, prompt_tokens=17, generated_tokens=9, peak_running=3)
@@ -176,18 +176,18 @@ def test_limits_below_one_are_refused() -> None:
 
 def test_misuse_is_caught() -> None:
     engine = FakeEngine(8, 4)
-    assert engine.scheduler.schedule() == []
+    assert len(engine.scheduler.schedule()) == 0
     with pytest.raises(AssertionError, match="without schedule"):
-        engine.scheduler.update([], [])
+        engine.scheduler.update(engine.scheduler.schedule(), [], [])
     engine.scheduler.add(request("x", [1], 3))
     chunks, ahead = engine.scheduler.schedule(), engine.scheduler.schedule()
     with pytest.raises(AssertionError, match="two steps that were not updated"):
         engine.scheduler.schedule()
-    with pytest.raises(AssertionError, match="not those of the earliest"):
-        engine.scheduler.update(ahead, [(0, 0.0)])
-    with pytest.raises(AssertionError, match="0 sampled tokens for 1"):
-        engine.scheduler.update(chunks, [])
-    engine.scheduler.update(chunks, [(0, 0.0)])
+    with pytest.raises(AssertionError, match="not the earliest"):
+        engine.scheduler.update(ahead, [0], [0.0])
+    with pytest.raises(AssertionError, match="0 tokens for 1"):
+        engine.scheduler.update(chunks, [], [])
+    engine.scheduler.update(chunks, [0], [0.0])
     assert engine.scheduler.has_work
 
 
@@ -200,7 +200,7 @@ def test_time_per_step_at_1024_sequences() -> None:
     while scheduler.has_work and len(times) < 200:
         start = time.perf_counter()
         chunks = scheduler.schedule()
-        scheduler.update(chunks, [(i, -1.0) for i in range(100, 100 + sum(chunk.samples for chunk in chunks))])
+        scheduler.update(chunks, list(range(100, 100 + len(chunks.sampling))), [-1.0] * len(chunks.sampling))
         if len(chunks) == 1024:
             times.append(time.perf_counter() - start)
     assert times

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
@@ -12,22 +12,22 @@ import torch
 from exactrl.engine.allocator import BlockAllocator
 from exactrl.engine.batch import Batch
 from exactrl.engine.engine import Engine
-from exactrl.engine.scheduler import Chunk, Scheduler
+from exactrl.engine.scheduler import Scheduler
+from exactrl.engine.step import Step
 from exactrl.model import attention_state
 from exactrl.model.attention_state import PagedState
 from exactrl.rl import rollout
 from tests.mutations.fault import Apply, Fault, Hits, replacing
 from tests.mutations.scenarios import ORACLE_COUNT, ORACLE_TRAIN, Setup, ops_rung, rung, training
 
-Chunks = Sequence[Chunk]
 LITTLE_CACHE = Setup(limits={"kv_tokens": 96}, new_tokens=30)  # sequences grow to 77 tokens: some are preempted
 
 
-def batches(change: Callable[[Batch, Chunks], Batch]) -> Apply:
+def batches(change: Callable[[Batch, Step], Batch]) -> Apply:
     """Every batch the engine builds is changed; what `change` returns unchanged does not count."""
 
     def make(original: Callable, hits: Hits) -> Callable:
-        def build(chunks: Chunks, *rest) -> Batch:
+        def build(chunks: Step, *rest) -> Batch:
             before = original(chunks, *rest)
             after = change(before, chunks)
             if after is not before:
@@ -39,7 +39,7 @@ def batches(change: Callable[[Batch, Chunks], Batch]) -> Apply:
     return replacing(Batch, "build", make)
 
 
-def ids_off_by_one(batch: Batch, chunks: Chunks) -> Batch:
+def ids_off_by_one(batch: Batch, chunks: Step) -> Batch:
     """A later chunk of a prompt begins with the last token of the one before."""
     ids, at = batch.ids.clone(), 0
     for c in chunks:
@@ -49,7 +49,7 @@ def ids_off_by_one(batch: Batch, chunks: Chunks) -> Batch:
     return batch if torch.equal(ids, batch.ids) else replace(batch, ids=ids)
 
 
-def pages_swapped(batch: Batch, chunks: Chunks) -> Batch:
+def pages_swapped(batch: Batch, chunks: Step) -> Batch:
     """Attention reads the first two pages of a sequence in the wrong order; writing is right."""
     tables = batch.rows.tables.clone()
     long = torch.tensor([c.start + c.num_tokens > 32 for c in chunks])
@@ -59,13 +59,13 @@ def pages_swapped(batch: Batch, chunks: Chunks) -> Batch:
     return replace(batch, rows=replace(batch.rows, tables=tables))
 
 
-def row_before(batch: Batch, chunks: Chunks) -> Batch:
+def row_before(batch: Batch, chunks: Step) -> Batch:
     """The last prompt token's logits are taken from the row before."""
     counts = torch.tensor([c.num_tokens for c in chunks if c.samples])
     return replace(batch, sample_rows=batch.sample_rows - (counts > 1).long()) if (counts > 1).any() else batch
 
 
-def first_position(batch: Batch, chunks: Chunks) -> Batch:
+def first_position(batch: Batch, chunks: Step) -> Batch:
     """Noise is counted from the end of the prompt only: all tokens of a response get the same."""
     return replace(batch, sample_positions=torch.tensor([c.seq.num_prompt for c in chunks if c.samples]))
 
@@ -81,13 +81,13 @@ def _roll(batch: Batch, name: str) -> Batch:
 def chunk_one_short(original: Callable, hits: Hits) -> Callable:
     """A later chunk of a prompt begins one token early and so ends one early."""
 
-    def schedule(self: Scheduler) -> list[Chunk]:
-        chunks = original(self)
-        for c in chunks:
+    def schedule(self: Scheduler) -> Step:
+        step = original(self)
+        for i, c in enumerate(step):
             if c.start and c.num_tokens > 1 and c.start + c.num_tokens <= c.seq.num_prompt:
-                c.start -= 1
+                step.start[i] -= 1
                 hits()
-        return chunks
+        return step
 
     return schedule
 
