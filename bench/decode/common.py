@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
-from exactrl.ops.cuda.attention import attention_implementations
-from exactrl.ops.cuda.attention_tiles import STREAM_SPLIT
-from exactrl.ops.cuda.stream_attention import attend_stream
+from exactrl.ops.cuda.attention import attention_implementations, streaming
 from exactrl.parity.compare import differing
 
 OFFERED = ("cuda-split:16x4-c3", "cuda-decode-tma:32x3-c2")
@@ -20,7 +17,7 @@ def kernels() -> tuple[Attend, dict[str, Attend]]:
     """(the reference, others by name)."""
     offered = attention_implementations()
     found: dict[str, Attend] = {name: offered[name].attend for name in OFFERED}
-    found |= {f"cuda-stream:{tile}": partial(attend_stream, tile=tile) for tile in STREAM_SPLIT}
+    found |= {i.name: i.attend for i in streaming()}
     return offered["reference"].attend, found
 
 
