@@ -39,10 +39,12 @@ from exactrl.ops.cuda.attention_tiles import (
     FEW_OR_MANY,
     IN_ORDER,
     SPLIT,
+    STREAM_SPLIT,
     WARP_ROWS,
     WARP_SPLIT,
     AttentionTile,
     ClusterTile,
+    StreamTile,
     WarpTile,
 )
 
@@ -171,7 +173,7 @@ def _cluster_serves(shape: AttentionShape) -> bool:
     return shape.dim >= 64 and _split_serves(shape, ClusterTile.of(shape.dim))
 
 
-def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile) -> bool:
+def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile | StreamTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
     return (
         _serves(shape)
@@ -192,6 +194,12 @@ def _cluster_split(q, k, v, rows, out, lse, sequences) -> None:
     from exactrl.ops.cuda.cluster_attention import attend_clusters
 
     attend_clusters(q, k, v, rows, out, lse, sequences, ClusterTile.of(q.shape[-1]))
+
+
+def _stream(q, k, v, rows, out, lse, sequences, tile: StreamTile) -> None:
+    from exactrl.ops.cuda.stream_attention import attend_stream
+
+    attend_stream(q, k, v, rows, out, lse, sequences, tile)
 
 
 def _few_or_many(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
@@ -220,7 +228,9 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
     return {implementation.name: implementation for implementation in found}
 
 
-def _split_of(name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile) -> AttentionImplementation:
+def _split_of(
+    name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile | StreamTile
+) -> AttentionImplementation:
     serves = partial(_split_serves, tile=tile)
     return AttentionImplementation(f"{name}:{tile}", "split", partial(attend, tile=tile), serves, tile.rows)
 
@@ -237,6 +247,11 @@ def _compiled() -> list[AttentionImplementation]:
         AttentionImplementation("cuda-cluster", "split", _cluster_split, _cluster_serves, WARP_ROWS),
         *(_split_of("cuda-decode-tma" if tile.tma else "cuda-decode", _few_or_many, tile) for tile in FEW_OR_MANY),
     ]
+
+
+def streaming() -> list[AttentionImplementation]:
+    """Not among attention_implementations() before bench/decode/README.md's list is done."""
+    return [_split_of("cuda-stream", _stream, tile) for tile in STREAM_SPLIT]
 
 
 def paged_attention(

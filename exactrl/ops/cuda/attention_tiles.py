@@ -123,3 +123,30 @@ class ClusterTile:
     def resident(self, dim: int) -> int:
         """Blocks that a multiprocessor shall hold at least."""
         return min(2, 228 * 1024 // (self.shared_bytes(dim) + 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTile:
+    """The CUDA C++ kernel in which a warp copies for eight others: `ring` blocks of 64 keys, K or V, in shared memory,
+    `ctas` blocks on each multiprocessor."""
+
+    ring: int
+    ctas: int
+
+    @property
+    def rows(self) -> int:
+        return WARP_ROWS
+
+    @property
+    def least_dim(self) -> int:
+        return 64
+
+    def __str__(self) -> str:
+        return f"{self.ring}-c{self.ctas}"
+
+    def shared_bytes(self, dim: int) -> int:
+        """Of a block: the ring, weights, maxima and factors, barriers."""
+        return self.ring * 64 * dim * 2 + 512 * 16 + 2 * 8 * 8 * 4 + 16 * self.ring
+
+
+STREAM_SPLIT = (StreamTile(5, 2), StreamTile(6, 1))

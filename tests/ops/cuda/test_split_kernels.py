@@ -1,4 +1,4 @@
-"""cluster_attention.cu and merge_splits.cu on the host: their text, compiled by g++ against a
+"""cluster_attention.cu, stream_attention.cu and merge_splits.cu on the host: their text, compiled by g++ against a
 model of the GPU (host/device_on_host.h), must give the bits of the definition written down in numpy with the same
 matrix unit. And who takes few splits, who many.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
 
 import ctypes
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,17 +20,38 @@ import numpy as np
 import pytest
 import torch
 
-from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits, merge_splits
+from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits, merge_splits, stream_attention
 from exactrl.ops.cuda.attention import AttentionRows
 from exactrl.ops.cuda.attention_host import scale_of
-from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile
-from exactrl.ops.cuda.nvrtc import _address, _argument
+from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile, StreamTile
+from exactrl.ops.cuda.nvrtc import TensorMap, _address, _argument
 from exactrl.ops.cuda.triton_split_attention import SplitPlan, split_plan
 from tests.gpu.attention_inputs import Sequences, draw
 
 HOST = Path(__file__).parent / "host"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 BLOCK, SPLIT = 64, 512
+
+
+class HostMap(ctypes.Structure):
+    """host/device_on_host.h: TensorMap."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("strides", ctypes.c_uint64 * 4),
+        ("extents", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 4),
+    )
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self)
+
+
+def host_map(pages: torch.Tensor, rows: int) -> TensorMap:
+    count, page_size, kv_heads, dim = pages.shape
+    strides = (1, pages.stride(2), pages.stride(1), pages.stride(0))
+    quadruples = (tuple(strides), (dim, kv_heads, page_size, count), (64, 1, rows, 1))
+    return TensorMap(HostMap(pages.data_ptr(), *quadruples))
 
 
 def library(module: Any, options: list[str], folder: Path) -> ctypes.CDLL:
@@ -125,31 +147,55 @@ def expected(data: Sequences, counts: np.ndarray, definition: Definition) -> tup
 
 
 class OnHost:
-    """attend_clusters, whose launches run on the host, `held` clusters at most."""
+    """attend_clusters or attend_stream, whose launches run on the host, `held` clusters or blocks at most."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile, shape: tuple, held: int):
+    def __init__(
+        self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile | StreamTile, shape: tuple, held: int
+    ):
         self.patch, self.tile, self.held = patch, tile, held
-        self.compiled = library(cluster_attention, cluster_attention.source_options(*shape, tile), folder)
+        self.module = stream_attention if isinstance(tile, StreamTile) else cluster_attention
+        self.compiled = library(self.module, self.module.source_options(*shape, tile), folder)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.compiled.list_on_host, 0))
+        patch.setattr(stream_attention, "page_map", host_map)
+        patch.setattr(stream_attention, "multiprocessors", lambda _: held)
+        patch.setattr(merge_splits, "MANY", 2)  # the longest has three splits
+        patch.setattr(merge_splits, "FEW", 2 if shape[2] == 64 else 8)
+        patch.setattr(merge_splits, "_kernel", functools.cache(lambda *shape: self.merge(folder, *shape)))
+
+    def merge(
+        self, folder: Path, heads: int, kv_heads: int, dim: int, parts: int, in_flight: int, _: int
+    ) -> HostKernel:
+        into = folder / f"merge-{parts}-{in_flight}"
+        into.mkdir()
+        options = merge_splits.source_options(heads, kv_heads, dim, parts, in_flight)
+        return HostKernel(library(merge_splits, options, into).attend_on_host, 0)
 
     def __call__(self, seed: int, *arguments: Any) -> None:
         kernel = HostKernel(self.compiled.attend_on_host, seed)
-        self.patch.setattr(cluster_attention, "_kernel", lambda *_: (kernel, self.held))
-        cluster_attention.attend_clusters(*arguments, self.tile)
+        if self.module is cluster_attention:
+            self.patch.setattr(cluster_attention, "_kernel", lambda *_: (kernel, self.held))
+            cluster_attention.attend_clusters(*arguments, self.tile)
+            return
+        self.patch.setattr(stream_attention, "_kernel", lambda *_: kernel)
+        stream_attention.attend_stream(*arguments, self.tile)
 
 
-# tile, heads, kv heads, head dim, page size, clusters at once, peak, rows
+# tile, heads, kv heads, head dim, page size, clusters or blocks at once, peak, rows
 CASES = [
     (ClusterTile(1), 4, 2, 64, 16, 1, 1.0, 1),
     (ClusterTile(2), 2, 1, 64, 64, 2, 4.0, 4),
     (ClusterTile(4), 5, 1, 64, 32, 3, 16.0, 1),
     (ClusterTile(2), 2, 1, 128, 256, 99, 2.0, 2),
+    (StreamTile(2, 1), 4, 2, 64, 16, 1, 1.0, 1),
+    (StreamTile(5, 1), 2, 1, 128, 64, 3, 4.0, 4),
+    (StreamTile(12, 1), 5, 1, 64, 32, 99, 16.0, 1),
+    (StreamTile(3, 2), 2, 1, 256, 256, 1, 2.0, 2),
 ]
 LENGTHS = [1, 70, 512, 577, 1026]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{type(case[0]).__name__}-{case[0]}-{case[3]}")
 def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tile, heads, kv_heads, dim, page_size, held, peak, most = case
     kernel = OnHost(monkeypatch, tmp_path, tile, (heads, kv_heads, dim, page_size), held)
@@ -167,8 +213,11 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
         assert torch.equal(lse, right_lse)
 
 
-def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = OnHost(monkeypatch, tmp_path, ClusterTile(1), (2, 1, 64, 64), 4)
+@pytest.mark.parametrize("tile", [ClusterTile(1), StreamTile(4, 1)], ids=lambda tile: type(tile).__name__)
+def test_lengths_beyond_what_a_plan_has_room_for_give_nan(
+    tile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = OnHost(monkeypatch, tmp_path, tile, (2, 1, 64, 64), 4)
     data = draw([513, 1025], 2, 1, 64, 64, 1.0, 0, "cpu")
     number, _ = data.last(np.ones(2, int), data.lengths, np.arange(2))
     rows = AttentionRows.build(np.ones(2), data.lengths, data.tables, "cpu", most_keys=np.array([512, 512]))

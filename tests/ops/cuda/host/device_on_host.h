@@ -1,9 +1,11 @@
 // CUDA's model on the host, for kernels whose machine instructions are the functions of warp_tiles.cuh and hopper.cuh.
 //
 // Every thread of a cluster is a fiber. What waits for others hands over to a fiber drawn at random, so that a missing
-// barrier shows as wrong bits under some seed, and some warps seldom get a turn; copies to shared memory are carried out no earlier than they are waited for,
-// shared memory starts as noise, and a barrier that cannot be passed ends the program. Clusters run one after another, the
-// last one first. A product of the matrix unit is 16 products and one accumulator added in double, rounded once.
+// barrier shows as wrong bits under some seed, and some warps seldom get a turn; copies to shared memory are carried out no
+// earlier than they are waited for, shared memory starts as noise, and a barrier that cannot be passed ends the program. So
+// does a copy of the engine to where a thread has loaded tiles or stored zeros and not fenced them since: the engine may
+// overtake them, whatever barriers say. Clusters run one after another, the last one first. A product of the matrix unit is
+// 16 products and one accumulator added in double, rounded once.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -13,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <random>
 #include <vector>
 
@@ -20,6 +23,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define memory (blocks[self->block].shared.data())
 #define NONE (-INFINITY)
 using u32 = unsigned;
@@ -53,6 +57,18 @@ struct Barrier {
   Fibers waiting = {};
 };
 
+struct Counter {  // mbarrier
+  int arrivals, pending, bytes = 0;
+  u32 phase = 0;
+  Fibers waiting = {};
+};
+
+struct TensorMap {  // of bf16; innermost dimension first
+  char* base;
+  u64 strides[4], extents[4];
+  u32 box[4];
+};
+
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 16);
@@ -61,19 +77,33 @@ struct Fiber {
   u32 which;
   bool arrived = false, done = false;  // at the cluster's barrier; with the kernel
   u64 phase = 0;
+  std::vector<u32> unfenced = {};
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
 
 struct Block {
   std::vector<char> shared;
+  std::vector<int> unfenced;  // accesses to each 16 bytes that the copy engine may overtake
   Barrier barrier;
   std::vector<Barrier> warps;
   std::vector<u64> exchanged;  // three words of each thread
+  std::map<u32, Counter> counters;
+  std::map<int, Barrier> named;
+};
+
+struct Box {  // a copy of the engine, carried out at some time; of `bytes` in a row, or as `map` has it
+  int block;
+  u32 into, barrier;
+  const TensorMap* map;
+  int at[4];
+  const char* from;
+  u32 bytes;
 };
 
 static std::mt19937 random_number;
 static std::vector<Block> blocks;
+static std::vector<Box> boxes;
 static Barrier cluster;
 static Fiber* self;
 static Fibers ready;  // to go on
@@ -113,6 +143,7 @@ static void meet(Barrier& barrier, int count) {
 }
 
 static void __syncthreads() { meet(blocks[self->block].barrier, block_threads); }
+static void __syncwarp() { meet(blocks[self->block].warps[self->id / 32], 32); }
 
 // All lanes of a warp give words; `read` sees those of every lane.
 template <int N, typename Read>
@@ -137,6 +168,11 @@ static T shuffled(T x, int lane) {
 template <typename T>
 static T __shfl_sync(u32, T x, int lane) { return shuffled(x, lane); }
 template <typename T>
+static T __shfl_up_sync(u32, T x, int step) {
+  int lane = self->id % 32;
+  return shuffled(x, lane < step ? lane : lane - step);
+}
+template <typename T>
 static T __shfl_xor_sync(u32, T x, int mask) { return shuffled(x, self->id % 32 ^ mask); }
 
 // An address in shared memory: the offset, and in the upper byte 1 + the block of the cluster where it is not the own one.
@@ -150,6 +186,11 @@ static char* place(u32 address, int size) {
   if (offset + size > shared.size()) fail("an address outside shared memory");
   if (offset % size) fail("an address that is not aligned");
   return shared.data() + offset;
+}
+
+static void touch(u32 address) {
+  self->unfenced.push_back(address / 16);
+  blocks[self->block].unfenced[address / 16]++;
 }
 
 static void store_in_cluster(u32 address, float value) {
@@ -192,6 +233,90 @@ static void copies_wait() {
     }
 }
 
+static void store_zeros(u32 into) {
+  touch(into);
+  memset(place(into, 16), 0, 16);
+}
+
+static void named_sync(int id, int threads) { meet(blocks[self->block].named[id], threads); }
+static void fence_async_shared() {
+  for (u32 at : self->unfenced) blocks[self->block].unfenced[at]--;
+  self->unfenced.clear();
+}
+static void barriers_ready() {}
+static void prefetch_map(const TensorMap*) {}
+
+static Counter& counter(int block, u32 barrier) {
+  auto found = blocks[block].counters.find(barrier);
+  if (found == blocks[block].counters.end()) fail("a barrier that was not set up");
+  return found->second;
+}
+
+static void settle(Counter& c) {
+  if (c.pending < 0) fail("more arrivals at a barrier than it counts");
+  if (c.pending == 0 && c.bytes == 0) c.pending = c.arrivals, c.phase++, wake(c.waiting);
+}
+
+static void barrier_init(u32 barrier, int arrivals) { blocks[self->block].counters[barrier] = {arrivals, arrivals}; }
+
+static void barrier_arrive_times(u32 barrier, int count) {
+  Counter& c = counter(self->block, barrier);
+  c.pending -= count;
+  settle(c);
+  if (random_number() % 8 == 0) hand_over();
+}
+
+static void barrier_arrive(u32 barrier) { barrier_arrive_times(barrier, 1); }
+
+static void barrier_expect(u32 barrier, u32 bytes) {
+  counter(self->block, barrier).bytes += bytes;
+  barrier_arrive_times(barrier, 1);
+}
+
+static void barrier_wait(u32 barrier, u32 phase) {
+  Counter& c = counter(self->block, barrier);
+  while ((c.phase & 1) == phase) wait_in(c.waiting, "barrier", barrier);
+}
+
+static void copy_box(u32 into, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
+  boxes.push_back({self->block, into, barrier, map, {c0, c1, c2, c3}, nullptr, 0});
+}
+
+static void copy_bulk(u32 into, const void* from, u32 bytes, u32 barrier) {
+  if ((uintptr_t)from % 16 || into % 16 || bytes % 16) fail("a bulk copy that is not aligned");
+  boxes.push_back({self->block, into, barrier, nullptr, {}, (const char*)from, bytes});
+}
+
+static void fence_async_global() {}
+static void fence_gpu() {}
+
+// Rows of 128 bytes, 16-byte segments exchanged by the row's place in an atom of 1024 bytes. Returns the bytes.
+static int copy_rows(Block& block, const Box& box, const TensorMap& map) {
+  std::vector<char>& shared = block.shared;
+  int rows = map.box[2], bytes = 0;
+  for (int row = 0; row < rows; row++)
+    for (u32 segment = 0; segment < map.box[0] / 8; segment++, bytes += 16) {
+      u64 from = box.at[0] * map.strides[0] + segment * 8 + box.at[1] * map.strides[1] + (box.at[2] + row) * map.strides[2] +
+                 box.at[3] * map.strides[3];
+      if (box.at[2] + row >= (int)map.extents[2] || (u64)box.at[3] >= map.extents[3]) fail("a box outside the tensor");
+      u32 into = box.into + row * 128 + segment * 16;
+      into ^= into >> 3 & 0x70;
+      if (into + 16 > shared.size()) fail("a box outside shared memory");
+      if (block.unfenced[into / 16]) fail("a box overtakes loads or stores that were not fenced");
+      memcpy(&shared[into], map.base + from * 2, 16);
+    }
+  return bytes;
+}
+
+static void carry_out(const Box& box) {
+  std::vector<char>& shared = blocks[box.block].shared;
+  if (box.from && box.into + box.bytes > shared.size()) fail("a bulk copy outside shared memory");
+  if (box.from) memcpy(&shared[box.into], box.from, box.bytes);
+  Counter& c = counter(box.block, box.barrier);
+  c.bytes -= box.from ? box.bytes : copy_rows(blocks[box.block], box, *box.map);
+  settle(c);
+}
+
 static float bits_to_float(u32 x) {
   float y;
   memcpy(&y, &x, 4);
@@ -213,7 +338,9 @@ static void load_matrices(u32 (&a)[4], u32 address, bool transpose) {
       for (int j = 0; j < 2; j++) {
         int row = lane / 4, column = lane % 4 * 2 + j;
         if (transpose) std::swap(row, column);
-        memcpy(&pair[j], place((u32)words[(i * 8 + row) * 3], 16) + column * 2, 2);
+        u32 address = (u32)words[(i * 8 + row) * 3];
+        touch(address);
+        memcpy(&pair[j], place(address, 16) + column * 2, 2);
       }
       a[i] = pair[0] | (u32)pair[1] << 16;
     }
@@ -247,6 +374,19 @@ static float exp2_approx(float x) {
 static bf16 to_bf16(float x) {
   u32 y = float_to_bits(x);
   return std::isnan(x) ? 0x7fff : (y + 0x7fff + (y >> 16 & 1)) >> 16;
+}
+
+// Lane l gives row l / 4, elements l % 4 * 2 and the next.
+static u32 transposed(u32 x) {
+  u32 y = 0;
+  int lane = self->id % 32;
+  exchange({x}, [&](const u64* words) {
+    for (int j = 0; j < 2; j++) {
+      int row = lane % 4 * 2 + j, column = lane / 4;
+      y |= (u32)(words[(row * 4 + column / 2) * 3] >> 16 * (column % 2) & 0xffff) << 16 * j;
+    }
+  });
+  return y;
 }
 
 static u32 pack(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
@@ -286,12 +426,14 @@ static void run_cluster(std::vector<Fiber>& fibers) {
     fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
-    fiber.arrived = fiber.done = false, fiber.open.clear(), fiber.groups.clear();
+    fiber.arrived = fiber.done = false, fiber.open.clear(), fiber.groups.clear(), fiber.unfenced.clear();
     ready.push_back(&fiber);
   }
   std::vector<bool> slow(fibers.size() / 32);
   for (size_t i = 0; i < slow.size(); i++) slow[i] = random_number() % 4 == 0;
-  while (!ready.empty()) {
+  while (!ready.empty() || !boxes.empty()) {
+    if (!boxes.empty() && (ready.empty() || random_number() % 64 == 0)) carry_out(draw(boxes));
+    if (ready.empty()) continue;
     self = draw(ready);
     if (slow[(self - fibers.data()) / 32] && random_number() % 64) {
       ready.push_back(self);
@@ -307,7 +449,7 @@ static void launch(u32 grid, u32 cluster_blocks, int threads, int shared_bytes, 
   for (u32 i = 0; i < fibers.size(); i++) fibers[i].block = i / threads, fibers[i].id = i % threads;
   for (int first = grid - cluster_blocks; first >= 0; first -= cluster_blocks) {
     first_block = first, cluster = {};
-    blocks.assign(cluster_blocks, {std::vector<char>(shared_bytes), {}, std::vector<Barrier>(threads / 32), std::vector<u64>(threads * 3)});
+    blocks.assign(cluster_blocks, {std::vector<char>(shared_bytes), std::vector<int>(shared_bytes / 16 + 1), {}, std::vector<Barrier>(threads / 32), std::vector<u64>(threads * 3), {}, {}});
     for (Block& block : blocks)
       for (char& c : block.shared) c = random_number();
     run_cluster(fibers);
