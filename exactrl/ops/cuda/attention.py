@@ -35,18 +35,7 @@ import numpy as np
 import torch
 
 from exactrl.contract import AttentionShape
-from exactrl.ops.cuda.attention_tiles import (
-    FEW_OR_MANY,
-    IN_ORDER,
-    SPLIT,
-    STREAM_SPLIT,
-    WARP_ROWS,
-    WARP_SPLIT,
-    AttentionTile,
-    ClusterTile,
-    StreamTile,
-    WarpTile,
-)
+from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, WARP_ROWS, AttentionTile
 
 PAGE_SIZE = 64  # tokens of one page of the engine's cache: a block of the order
 HEAD_DIMS = (32, 64, 128, 256)
@@ -169,43 +158,14 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
     return _serves(shape) and (shape.dim <= 128 or tile.rows <= 64) and (whole_blocks or not tile.tma)
 
 
-def _cluster_serves(shape: AttentionShape) -> bool:
-    return shape.dim >= 64 and _split_serves(shape, ClusterTile.of(shape.dim))
-
-
-def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile | StreamTile) -> bool:
+def _split_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
-    return (
-        _serves(shape)
-        and shape.dim >= tile.least_dim
-        and shape.page_size > 0
-        and shape.heads // shape.kv_heads <= tile.rows
-        and fits
-    )
+    return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows and fits
 
 
-def _warp_split(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
-    from exactrl.ops.cuda.split_attention import attend_splits
-
-    attend_splits(q, k, v, rows, out, lse, sequences, tile)
-
-
-def _cluster_split(q, k, v, rows, out, lse, sequences) -> None:
-    from exactrl.ops.cuda.cluster_attention import attend_clusters
-
-    attend_clusters(q, k, v, rows, out, lse, sequences, ClusterTile.of(q.shape[-1]))
-
-
-def _stream(q, k, v, rows, out, lse, sequences, tile: StreamTile) -> None:
-    from exactrl.ops.cuda.stream_attention import attend_stream
-
-    attend_stream(q, k, v, rows, out, lse, sequences, tile)
-
-
-def _few_or_many(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
-    from exactrl.ops.cuda.decode_attention import attend_few_or_many
-
-    attend_few_or_many(q, k, v, rows, out, lse, sequences, tile)
+def _compiled_split_serves(shape: AttentionShape) -> bool:
+    """Copies take 64 elements of a head at once."""
+    return _serves(shape) and shape.dim >= 64 and shape.page_size > 0 and shape.heads // shape.kv_heads <= WARP_ROWS
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:
@@ -222,17 +182,19 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
             )
             for tile in IN_ORDER
         ),
-        *(_split_of("triton-split", _split, tile) for tile in SPLIT),
+        *(
+            AttentionImplementation(
+                f"triton-split:{tile}",
+                "split",
+                partial(_split, tile=tile),
+                partial(_split_serves, tile=tile),
+                tile.rows,
+            )
+            for tile in SPLIT
+        ),
         *_compiled(),
     ]
     return {implementation.name: implementation for implementation in found}
-
-
-def _split_of(
-    name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile | StreamTile
-) -> AttentionImplementation:
-    serves = partial(_split_serves, tile=tile)
-    return AttentionImplementation(f"{name}:{tile}", "split", partial(attend, tile=tile), serves, tile.rows)
 
 
 def _compiled() -> list[AttentionImplementation]:
@@ -241,17 +203,15 @@ def _compiled() -> list[AttentionImplementation]:
 
     if not nvrtc.available():
         return []
+    from exactrl.ops.cuda.decode_attention import attend_few_or_many
+    from exactrl.ops.cuda.split_attention import attend_splits
+    from exactrl.ops.cuda.stream_attention import attend_stream
+
+    splits = {"cuda-split": attend_splits, "cuda-stream": attend_stream, "cuda-decode": attend_few_or_many}
     return [
         AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves),
-        *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
-        AttentionImplementation("cuda-cluster", "split", _cluster_split, _cluster_serves, WARP_ROWS),
-        *(_split_of("cuda-decode-tma" if tile.tma else "cuda-decode", _few_or_many, tile) for tile in FEW_OR_MANY),
+        *(AttentionImplementation(n, "split", f, _compiled_split_serves, WARP_ROWS) for n, f in splits.items()),
     ]
-
-
-def streaming() -> list[AttentionImplementation]:
-    """Not among attention_implementations() before bench/decode/README.md's list is done."""
-    return [_split_of("cuda-stream", _stream, tile) for tile in STREAM_SPLIT]
 
 
 def paged_attention(

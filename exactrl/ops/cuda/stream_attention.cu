@@ -268,11 +268,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Ring& ring, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_stream(
-    const bf16* q_rows, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, bf16* out,
-    float* lse, int wants_lse, const int* items, const int* item_count, float* partial, float* stats, int tokens, int held,
-    int stride_q, float scale) {
-  const Arguments a = {q_rows, nullptr, nullptr, out, wants_lse ? lse : nullptr, items, item_count, nullptr, partial, stats,
-                       nullptr, nullptr, nullptr, 0, tokens, held, stride_q, 0, 0, scale};
+    const __grid_constant__ Arguments a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   u32 shared = shared_address(memory), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   int total = *a.total * KV_HEADS;
   Ring ring = {shared, shared + BARRIERS_AT, shared + BARRIERS_AT + RING * 8};
