@@ -6,7 +6,7 @@
 // a ring of its own with keys and values, across the borders of blocks and splits. The warps of a block take heads of the
 // same split, so that a multiprocessor reads few pages at a time. merge_splits.cu merges what they store.
 //
-// Follows split_items.cuh and split_feed.cuh; compiled with the -D of the former, RING (chunks a warp holds) and WARPS.
+// Follows split_rows.cuh and split_feed.cuh; compiled with the -D of split_items.cuh, RING (chunks a warp holds) and WARPS.
 
 extern __shared__ __align__(128) char memory[];
 
@@ -15,7 +15,7 @@ struct State {
 };
 
 __device__ __forceinline__ void add_block(
-    State& x, Feed& feed, int& place, const u32 (&q)[STEPS][2], float scale, int lane, int key0, const int (&limit)[2],
+    State& x, Feed& feed, int& place, const Query& query, float scale, int lane, int key0, const int (&limit)[2],
     bool masked) {
   float s[BLOCK / 16][4];
 #pragma unroll
@@ -26,7 +26,7 @@ __device__ __forceinline__ void add_block(
     for (int step = 0; step < STEPS; step++) {
       u32 keys[4];
       load_tile(keys, chunk + place_of(lane & 15, step * 2 + (lane >> 4)));
-      multiply(s[c], keys, q[step][0], q[step][1]);
+      multiply(s[c], keys, query.q[step][0], query.q[step][1]);
     }
   }
   float mz[2], al[2];
@@ -77,41 +77,6 @@ __device__ __forceinline__ void add_block(
   }
 }
 
-// The only split of its sequence, merged into nothing; or, where the plan has no room, NaN.
-__device__ void finish_alone(const Arguments& a, const Item& item, const State& x, int lane) {
-#pragma unroll
-  for (int side = 0; side < 2; side++) {
-    int row = (lane & 3) * 2 + side;
-    if (row >= item.count * GROUP) continue;
-    float m = x.m[side], first = exp2_approx(__fsub_rn(NONE, m)), second = exp2_approx(__fsub_rn(m, m));
-    float l = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.l[side], second));
-    if (item.split < 0) l = __int_as_float(0x7fffffff);
-#pragma unroll
-    for (int j = 0; j < STEPS; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float acc = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.acc[j][2 * half + side], second));
-        store_out(a, item, row, j * 16 + half * 8 + (lane >> 2), __fdiv_rn(acc, l));
-      }
-    if (lane < 4) store_lse(a, item, row, m, l);
-  }
-}
-
-__device__ void store_partial(const Arguments& a, const Item& item, const State& x, int lane) {
-  u64 place = ((u64)item.place * KV_HEADS + item.head) * a.held;
-#pragma unroll
-  for (int side = 0; side < 2; side++) {
-    int row = (lane & 3) * 2 + side;
-    if (row >= item.count * GROUP) continue;
-    float* into = a.partial + (place + row) * D + (lane >> 2);
-#pragma unroll
-    for (int j = 0; j < STEPS; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) into[j * 16 + half * 8] = x.acc[j][2 * half + side];
-    if (lane < 4) *(float2*)(a.stats + 2 * (place + row)) = make_float2(x.m[side], x.l[side]);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(const __grid_constant__ Arguments a) {
   int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, blocks = gridDim.x, total = *a.total * KV_HEADS;
   // Few splits spread over all multiprocessors, many over the warps of a block, too.
@@ -127,21 +92,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(const 
     Item item = item_of(header_of(a, index), index);
     State x = {};
     x.m[0] = x.m[1] = NONE;
-    u32 q[STEPS][2];
-    int row = lane >> 2, limit[2];
-    const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
-    for (int i = 0; i < STEPS; i++)
-      for (int half = 0; half < 2; half++)
-        q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
-    int earliest = item.length - item.count + 1;  // keys that the first row sees
+    Query query;
+    load_query(query, a, item, lane);
+    int earliest = item.length - item.count + 1, limit[2];  // keys that the first row sees, and the lane's
     for (int side = 0; side < 2; side++) limit[side] = earliest + ((lane & 3) * 2 + side) / GROUP;
     for (int block = 0; block < item.blocks; block++) {
       int key0 = item.split * SPLIT + block * BLOCK;
-      add_block(x, feed, place, q, a.scale, lane, key0, limit, key0 + BLOCK > earliest);
+      add_block(x, feed, place, query, a.scale, lane, key0, limit, key0 + BLOCK > earliest);
     }
-    if (alone(item))
-      finish_alone(a, item, x, lane);
-    else
-      store_partial(a, item, x, lane);
+    store_rows<1>(a, item, x.acc, x.l, x.m, 0, lane);
   }
 }

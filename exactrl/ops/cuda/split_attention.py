@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
 
 
-FILES = ("split_feed.cuh", "split_attention.cu")
+FILES = ("split_rows.cuh", "split_feed.cuh", "split_attention.cu")
 
 
 def source_options(shape: AttentionShape, tile: WarpTile) -> list[str]:

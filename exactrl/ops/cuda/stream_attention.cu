@@ -12,8 +12,8 @@
 //   maxima        written before the first meeting of the scorers in weigh(), read between it and the second
 //   p, factors    written between the two meetings, read from the second one to the first of the next split
 //
-// Compiled with -D of split_items.cuh and RING (blocks of keys in shared memory), RESIDENT (blocks on a multiprocessor),
-// SHARED_BYTES.
+// Follows split_rows.cuh; compiled with the -D of split_items.cuh, RING (blocks of keys in shared memory), RESIDENT (blocks on a
+// multiprocessor) and SHARED_BYTES.
 
 constexpr int SCORERS = 8, THREADS = (SCORERS + 1) * LANES, ROWS = 8, TILES = BLOCK / 16;
 constexpr int CHUNK_BYTES = BLOCK * ROW_BYTES, REGIONS = D / 64, BOX = BLOCK < PAGE_SIZE ? BLOCK : PAGE_SIZE;
@@ -72,21 +72,6 @@ __device__ __forceinline__ void leave(const Ring& ring, u32 place, u32 lane) {
   fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(ring.empty + place * 8);
-}
-
-// What a scorer knows of an item before its keys are there.
-struct Query {
-  u32 q[STEPS][2];
-};
-
-__device__ __forceinline__ void load_query(Query& x, const Arguments& a, const Item& item, u32 lane) {
-  int row = lane >> 2;
-  const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
-#pragma unroll
-  for (int i = 0; i < STEPS; i++)
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      x.q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
 }
 
 // One block of 64 keys: keys on the wide side of the matrix unit, rows on the narrow one.
@@ -192,43 +177,6 @@ __device__ __forceinline__ void accumulate(Sums& x, u32 chunk, int block, u32 wa
   }
 }
 
-// The only split of its sequence, merged into nothing (or NaN, where the plan has no room).
-__device__ __forceinline__ void store_alone(
-    const Arguments& a, const Item& item, const Sums& x, const float (&all)[2], u32 warp, u32 lane) {
-#pragma unroll
-  for (int side = 0; side < 2; side++) {
-    int row = (lane & 3) * 2 + side;
-    if (row >= item.count * GROUP) continue;
-    float m = all[side], first = exp2_approx(__fsub_rn(NONE, m)), second = exp2_approx(__fsub_rn(m, m));
-    float l = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.l[side], second));
-    if (item.split < 0) l = __int_as_float(0x7fffffff);
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float acc = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.acc[j][half * 2 + side], second));
-        store_out(a, item, row, (j * VALUE_WARPS + warp) * 16 + half * 8 + (lane >> 2), __fdiv_rn(acc, l));
-      }
-    if (warp == 0 && lane < 4) store_lse(a, item, row, m, l);
-  }
-}
-
-__device__ __forceinline__ void store_partial(
-    const Arguments& a, const Item& item, const Sums& x, const float (&all)[2], u32 warp, u32 lane) {
-  u64 place = ((u64)item.place * KV_HEADS + item.head) * a.held;
-#pragma unroll
-  for (int side = 0; side < 2; side++) {
-    int row = (lane & 3) * 2 + side;
-    if (row >= item.count * GROUP) continue;
-    float* into = a.partial + (place + row) * D + (lane >> 2);
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) into[(j * VALUE_WARPS + warp) * 16 + half * 8] = x.acc[j][half * 2 + side];
-    if (warp == 0 && lane < 4) *(float2*)(a.stats + 2 * (place + row)) = make_float2(all[side], x.l[side]);
-  }
-}
-
 __device__ __forceinline__ void attend(const Arguments& a, const Ring& ring, int total, u32 warp, u32 lane) {
   u32 chunk = 0;
   int index = blockIdx.x;
@@ -260,10 +208,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Ring& ring, int
       leave(ring, place, lane);
     }
     if (warp >= VALUE_WARPS) continue;
-    if (alone(item))
-      store_alone(a, item, sums, all, warp, lane);
-    else
-      store_partial(a, item, sums, all, warp, lane);
+    store_rows<VALUE_WARPS>(a, item, sums.acc, sums.l, all, warp, lane);
   }
 }
 

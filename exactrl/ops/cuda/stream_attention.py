@@ -22,7 +22,7 @@ from exactrl.ops.cuda.nvrtc import Kernel
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
 
-FILES = ("stream_attention.cu",)
+FILES = ("split_rows.cuh", "stream_attention.cu")
 THREADS = 9 * 32
 
 
