@@ -43,6 +43,21 @@ SHARED_BYTES = 228 * 1024  # of a multiprocessor, for all its programs
 RESERVED_BYTES = 1024  # that each program takes besides its own
 
 
+@dataclass(slots=True)
+class Workspace:
+    """Memory for partial results, for batches of which no two run at the same time; made when first needed."""
+
+    floats: torch.Tensor | None = None
+
+    def take(self, count: int, device: torch.device) -> torch.Tensor:
+        """`count` floats. Where there are fewer, new ones, at least half as many again; those taken before stay as they
+        are, and keep their memory."""
+        held = 0 if self.floats is None else self.floats.numel()
+        if self.floats is None or held < count:
+            self.floats = torch.empty(max(count, held * 3 // 2), device=device)
+        return self.floats[:count]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
     """Which query rows a batch holds; rows of one sequence are consecutive, the last one is its newest position.
@@ -53,6 +68,7 @@ class AttentionRows:
                   whole sequences from position 0, key row = starts[s] + position
     counts        int64 [S], host: rows of each sequence
     most_keys     int64 [S], host: lengths, or upper bounds of what they become when a captured graph is replayed
+    workspace     where kernels keep partial results; of this batch alone unless given
     plans         what kernels prepare once for a batch and use in every layer
     """
 
@@ -61,6 +77,7 @@ class AttentionRows:
     tables: torch.Tensor | None
     counts: np.ndarray
     most_keys: np.ndarray
+    workspace: Workspace = field(default_factory=Workspace, repr=False, compare=False)
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
