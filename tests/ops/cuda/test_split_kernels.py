@@ -22,8 +22,14 @@ import pytest
 import torch
 
 from exactrl.contract import AttentionShape
-from exactrl.ops.cuda import decode_attention, listed_splits, merge_splits, split_attention, stream_attention
-from exactrl.ops.cuda.attention import HEAD_DIMS, RESERVED_BYTES, SHARED_BYTES, AttentionRows
+from exactrl.ops.cuda import decode_attention, listed_splits, merge_splits, nvrtc, split_attention, stream_attention
+from exactrl.ops.cuda.attention import (
+    HEAD_DIMS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    AttentionRows,
+    attention_implementations,
+)
 from exactrl.ops.cuda.attention_host import scale_of
 from exactrl.ops.cuda.attention_tiles import StreamTile, WarpTile
 from exactrl.ops.cuda.nvrtc import MAX_SHARED, TensorMap, _address, _argument
@@ -275,6 +281,18 @@ def test_as_many_blocks_fit_a_multiprocessor_as_a_tile_says(kind: type[Tile], di
     shared = kind.of(dim).shared_bytes(dim)
     assert shared <= MAX_SHARED
     assert kind.of(dim).ctas * (shared + RESERVED_BYTES) <= SHARED_BYTES
+
+
+def test_what_is_offered_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+    offered = {n: i for n, i in attention_implementations().items() if n.startswith("cuda-")}
+    assert list(offered) == ["cuda-split", "cuda-stream", "cuda-decode"]
+    assert offered["cuda-decode"].attend is decode_attention.attend_few_or_many
+    shapes = [AttentionShape(8, 2, dim, page) for dim in HEAD_DIMS for page in (0, 16, 64, 256)]
+    for i in offered.values():
+        assert (i.kind, i.most_rows) == ("split", 8)
+        assert [s for s in shapes if i.serves(s)] == [s for s in shapes if s.page_size and s.dim >= 64]
+        assert [i.serves(AttentionShape(group, 1, 64, 64)) for group in (8, 9)] == [True, False]
 
 
 @pytest.mark.parametrize(("last", "taken"), [(512, "stream"), (513, "splits")])
