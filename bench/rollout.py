@@ -5,15 +5,18 @@
 ours, off   tokens per second, true on-policy and not: prompt 256, response 1024 at 256 and 32 sequences, 512 at 1; no
             token ends a response, temperature 1, logprobs recorded
 nano        nano-vllm's workload: 256 prompts of 100 to 1024 tokens, responses of 100 to 1024, Qwen3-0.6B; on and off
+rolling     512 prompts and responses of 100 to 512 tokens, 256 at a time: prompts come while others decode; on and off
 sync        Engine.load_weights from tensors on the device
+sleep       Engine.sleep, and how much longer the first tokens after it take
 table       kernels of one decode step at 1, 32 and 256 sequences, context 768; off-table: with exactness off
 scheduler   the scheduler's share of a step at 1,024 sequences
-sglang      the workloads of `ours` in SGLang, default and rl_on_policy_target=fsdp (bench/rollout_sglang.py)
+sglang      the workloads of `ours`, with `rolling` that one, too, in SGLang, default and rl_on_policy_target=fsdp
+            (bench/rollout_sglang.py)
 
 Each part (each mode of a part) is a process of its own, so that none finds another's memory, flags or caches, and each
 says how long it took from its start to its first token. Floor: one reading of weights and cached keys in each step at
 4.3 TB/s. Kernels must be certified for the shape (bench.parity --make-model FOLDER, exactrl certify FOLDER).
-`--shape tiny --device cpu --workload 2:8:4 1:8:4 --nano 4:3:9 --context 12` tries everything without a GPU.
+`--shape tiny --device cpu --workload 2:8:4 1:8:4 --nano 4:3:9 --rolling 4:3:9 --context 12` tries all without a GPU.
 """
 
 from __future__ import annotations
@@ -37,12 +40,14 @@ from bench.parity import SHAPES, make_model_folder
 from bench.rollout_points import (
     MANY,
     NANO,
+    ROLLING,
     STANDARD,
     Row,
     Setup,
     Workload,
     floor_tokens_per_sec,
     scheduling,
+    sleeping,
     started,
     throughput,
     weight_sync,
@@ -51,7 +56,7 @@ from bench.rollout_sglang import MODES, end_with_parent
 from bench.rollout_table import as_text, kernel_table
 from exactrl.rl.environment import git_revision
 
-PARTS = ("ours", "off", "sync", "table", "off-table", "scheduler", "nano", "sglang")
+PARTS = ("ours", "off", "rolling", "sync", "sleep", "table", "off-table", "scheduler", "nano", "sglang")
 CONTEXT = 768
 
 
@@ -59,7 +64,7 @@ def jobs_of(part: str) -> list[str]:
     """The processes of a part."""
     if part == "sglang":
         return [f"sglang {mode}" for mode in MODES]
-    return ["nano on", "nano off"] if part == "nano" else [part]
+    return [f"{part} on", f"{part} off"] if part in ("nano", "rolling") else [part]
 
 
 def setup_of(job: str, arguments: argparse.Namespace) -> Setup:
@@ -78,16 +83,22 @@ def work_of(job: str, arguments: argparse.Namespace) -> Sequence[Workload]:
         return standard[:1] if arguments.workload else [MANY]
     if job.startswith("nano"):
         return [Workload.mixed(*arguments.nano) if arguments.nano else NANO]
-    return standard
+    rolling = [Workload.rolling(*arguments.rolling) if arguments.rolling else ROLLING]
+    if job.startswith("rolling"):
+        return rolling
+    if job == "sleep":
+        return standard[:1]
+    return [*standard, *(rolling if job.startswith("sglang") and "rolling" in arguments.part else [])]
 
 
 def measured(part: str, setup: Setup, work: Sequence[Workload], repeats: int, began: float) -> Iterator[Row]:
     """Rows of one part, as they come."""
     engine, start = started(setup, work, began)
     yield start
-    if part == "sync":
-        yield weight_sync(engine)
-    for w in work if part != "sync" else ():
+    if part in ("sync", "sleep"):
+        yield weight_sync(engine) if part == "sync" else sleeping(engine, work[0])
+        return
+    for w in work:
         if part == "table":
             yield kernel_table(engine, len(w.prompts), w.prompts[0])
         elif part == "scheduler":
@@ -156,7 +167,8 @@ def _medians(rows: Sequence[Row], job: str) -> dict[str, float]:
 
 def summary_of(rows: Sequence[Row], floor: dict[str, float]) -> dict[str, Any]:
     """What was not measured is absent. `tax` is the largest over workloads of off speed / on speed."""
-    on, off, sglang = (_medians(rows, job) for job in ("ours", "off", "sglang default"))
+    on, off = ({**_medians(rows, a), **_medians(rows, b)} for a, b in (("ours", "rolling on"), ("off", "rolling off")))
+    sglang = _medians(rows, "sglang default")
     found: dict[str, Any] = {
         "tokens_per_sec": on, "off_tokens_per_sec": off, "sglang_default": sglang,
         "sglang_on_policy": _medians(rows, "sglang on-policy"), "floor": floor,
@@ -171,7 +183,8 @@ def summary_of(rows: Sequence[Row], floor: dict[str, float]) -> dict[str, Any]:
         found[f"nano_{mode}_tokens_per_sec"] = next(iter(_medians(rows, f"nano {mode}").values()), None)
     starts = [r["seconds"]["first_token"] for r in rows if r["what"] == "start" and r["job"] == "ours"]
     found["start_seconds"] = statistics.median(starts) if starts else None
-    found["sync_ms"] = next((r["median_ms"] for r in rows if r["what"] == "sync"), None)
+    for what in ("sync", "sleep"):
+        found[f"{what}_ms"] = next((r["median_ms"] for r in rows if r["what"] == what), None)
     found["scheduler_share"] = next((r["share"] for r in rows if r["what"] == "scheduler"), None)
     failed = [f"{r['job']}: {r['why']}" for r in rows if r["what"] == "failure"]
     return {k: v for k, v in {**found, "failed": failed}.items() if v not in (None, {}, [])}
@@ -212,7 +225,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--machine", default="h200", help="suffix of the result file")
     found.add_argument("--seconds", type=float, default=600, help="limit of one process")
     found.add_argument("--workload", type=numbers, nargs="+", default=[], metavar="SEQUENCES:PROMPT:NEW")
-    found.add_argument("--nano", type=numbers, metavar="SEQUENCES:LEAST:MOST")
+    for name in ("--nano", "--rolling"):
+        found.add_argument(name, type=numbers, metavar="SEQUENCES:LEAST:MOST")
     found.add_argument("--context", type=int, default=CONTEXT, help="of the table's sequences, in tokens")
     found.add_argument("--chunk-tokens", type=int, default=16384)
     found.add_argument("--engine", type=option, nargs="+", default=[], metavar="NAME=VALUE", help="of Engine(...)")
@@ -233,7 +247,8 @@ def main() -> None:
     path = RESULTS / f"rollout-{arguments.machine}.json"
     rows, revision = kept_rows(path, jobs) if arguments.add else [], git_revision()
     config = setup_of("ours", arguments).config()
-    floor = {w.name: round(floor_tokens_per_sec(config, w), 1) for w in work_of("ours", arguments)}
+    floors = [*work_of("ours", arguments), *work_of("rolling on", arguments)]
+    floor = {w.name: round(floor_tokens_per_sec(config, w), 1) for w in floors}
     with tempfile.TemporaryDirectory() as folder:
         for job in jobs:
             environment, shape = dict(os.environ), setup_of(job, arguments).shape

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,19 @@ from exactrl.types import EngineStats, Request, SamplingParams
 BANDWIDTH = 4.3e12  # bytes per second of an H200's memory, as a copy from device to device reaches it
 WARM_UP_TOKENS = 8
 SYNC_REPEATS = 7
+SLEEPS = 3
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`name` is the key in the summary. Sequence i has prompts[i] tokens and generates new[i]."""
+    """`name` is the key in the summary. Sequence i has prompts[i] tokens and generates new[i]; at most `limit` of them
+    are decoded together (0: all)."""
 
     name: str
     prompts: tuple[int, ...]
     new: tuple[int, ...]
+    limit: int = 0
 
     @classmethod
     def equal(cls, sequences: int, prompt: int, new: int) -> Workload:
@@ -47,6 +50,15 @@ class Workload:
         """nano-vllm's: lengths drawn evenly between `least` and `most`, for prompts and responses."""
         drawn = np.random.default_rng(0).integers(least, most + 1, (2, sequences)).tolist()
         return cls(f"{sequences} mixed", tuple(drawn[0]), tuple(drawn[1]))
+
+    @classmethod
+    def rolling(cls, sequences: int, least: int, most: int) -> Workload:
+        """Mixed lengths, of which half are decoded together: most steps hold a prompt."""
+        return replace(cls.mixed(sequences, least, most), name=f"{sequences} rolling", limit=-(-sequences // 2))
+
+    @property
+    def concurrent(self) -> int:
+        return self.limit or len(self.prompts)
 
     @property
     def longest(self) -> int:
@@ -71,6 +83,7 @@ class Workload:
 STANDARD = (Workload.equal(256, 256, 1024), Workload.equal(32, 256, 1024), Workload.equal(1, 256, 512))
 MANY = Workload.equal(1024, 64, 256)
 NANO = Workload.mixed(256, 100, 1024)
+ROLLING = Workload.rolling(512, 100, 512)
 
 
 def weight_bytes(config: ModelConfig) -> int:
@@ -86,8 +99,9 @@ def key_bytes(config: ModelConfig) -> int:
 
 def floor_tokens_per_sec(config: ModelConfig, work: Workload) -> float:
     """Tokens per second if each step read weights and cached keys once at full bandwidth and did nothing else."""
-    keys = sum(p + n / 2 for p, n in zip(work.prompts, work.new, strict=True))
-    return len(work.prompts) / ((weight_bytes(config) + keys * key_bytes(config)) / BANDWIDTH)
+    share = work.concurrent / len(work.prompts)
+    keys = share * sum(p + n / 2 for p, n in zip(work.prompts, work.new, strict=True))
+    return work.concurrent / ((weight_bytes(config) + keys * key_bytes(config)) / BANDWIDTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +127,7 @@ class Setup:
         else:
             model = model_of(config, ops, "flat", trainable=False)  # type: ignore[arg-type]
         return Engine(
-            model, max_concurrent=max(len(w.prompts) for w in work), chunk_tokens=self.chunk_tokens,
+            model, max_concurrent=max(w.concurrent for w in work), chunk_tokens=self.chunk_tokens,
             max_model_tokens=max(w.longest for w in work), **self.engine_options,
         )  # fmt: skip
 
@@ -139,10 +153,6 @@ def started(setup: Setup, work: Sequence[Workload], began: float) -> tuple[Engin
     }  # fmt: skip
 
 
-def captured(engine: Engine) -> int:
-    return engine.runner.graphs.num_captured if engine.runner.graphs is not None else 0
-
-
 def settled(seconds: Sequence[float], graphs: Sequence[int]) -> list[float]:
     """Those of `seconds` in which no graph was captured, or all; `graphs` counts before the first and after each."""
     found = [s for s, before, after in zip(seconds, graphs, graphs[1:], strict=False) if before == after]
@@ -155,14 +165,14 @@ def throughput(engine: Engine, work: Workload, repeats: int, chunk_tokens: int) 
     vocab, stats = engine.model.config.vocab_size, EngineStats()
     seconds: list[float] = []
     engine.generate(work.requests(repeats, vocab, WARM_UP_TOKENS))
-    graphs = [captured(engine)]
+    graphs = [engine.runner.num_captured]
     for repeat in range(repeats):
         requests, engine.stats = work.requests(repeat, vocab), EngineStats()
         gc.collect()
         begin = time.perf_counter()
         completions = engine.generate(requests)
         seconds.append(time.perf_counter() - begin)
-        graphs.append(captured(engine))
+        graphs.append(engine.runner.num_captured)
         assert [len(c.token_ids) for c in completions] == list(work.new), "a response ended early"
         stats = engine.stats
     new = sum(work.new)
@@ -191,6 +201,39 @@ def weight_sync(engine: Engine) -> Row:
         "what": "sync", "milliseconds": milliseconds, "median_ms": statistics.median(milliseconds), "bytes": size,
         "digest": before,
     }  # fmt: skip
+
+
+def sleeping(engine: Engine, work: Workload) -> Row:
+    """Engine.sleep, and what the first tokens after it take longer than without: memory, and graphs captured anew."""
+    vocab = engine.model.config.vocab_size
+
+    def clocked(function: Callable[[], Any]) -> float:
+        synchronize(engine)
+        begin = time.perf_counter()
+        function()
+        synchronize(engine)
+        return round((time.perf_counter() - begin) * 1e3, 1)
+
+    def first(repeat: int) -> float:
+        return clocked(lambda: engine.generate(work.requests(repeat, vocab, WARM_UP_TOKENS)))
+
+    first(0)
+    awake = [first(1 + i) for i in range(SLEEPS)]
+    asleep, freed, after = [], [], []
+    for i in range(SLEEPS):
+        before = free_bytes(engine)
+        asleep.append(clocked(engine.sleep))
+        freed.append(free_bytes(engine) - before)
+        after.append(first(1 + SLEEPS + i))
+    return {
+        "what": "sleep", "sequences": len(work.prompts), "sleep_ms": asleep, "freed_bytes": freed, "awake_ms": awake,
+        "after_ms": after, "median_ms": round(statistics.median(after) - statistics.median(awake), 1),
+        "graphs": engine.runner.num_captured,
+    }  # fmt: skip
+
+
+def free_bytes(engine: Engine) -> int:
+    return torch.cuda.mem_get_info()[0] if engine.model.ops.device.type == "cuda" else 0
 
 
 class Clock:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,21 @@ def test_lengths_of_the_mixed_workload() -> None:
         assert 520 < np.mean(lengths) < 604
     assert Workload.mixed(256, 100, 1024) == NANO
     assert NANO.longest == max(np.array(NANO.prompts) + NANO.new)
+
+
+def test_a_rolling_workload_keeps_half_of_its_sequences_waiting() -> None:
+    work = Workload.rolling(5, 2, 4)
+    assert (work.concurrent, work.prompts) == (3, Workload.mixed(5, 2, 4).prompts)
+    arguments = rollout.parser().parse_args(["--part", "ours", "sglang", "--rolling", "5:2:4"])
+    assert [w.name for w in rollout.work_of("sglang default", arguments)] == ["256", "32", "1"]
+    arguments.part = ["rolling", "sglang"]
+    assert [w.name for w in rollout.work_of("sglang default", arguments)] == ["256", "32", "1", "5 rolling"]
+    assert rollout.setup_of("rolling on", arguments).exact
+    assert not rollout.setup_of("rolling off", arguments).exact
+    equal = Workload.equal(6, 10, 4)
+    halved = replace(equal, limit=3)
+    config = config_of("4B")
+    assert floor_tokens_per_sec(config, halved) == pytest.approx(floor_tokens_per_sec(config, Workload.equal(3, 10, 4)))
 
 
 def rows(job: str, **speeds: float) -> list[dict[str, Any]]:
@@ -169,7 +185,7 @@ def test_a_whole_run_of_tiny_shape(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "rollout-test.json"
     result = json.loads(path.read_text())
     summary = result["summary"]
-    for key in ("tokens_per_sec", "off_tokens_per_sec", "sglang_default", "floor", "over_sglang_default"):
+    for key in ("tokens_per_sec", "off_tokens_per_sec", "sglang_default", "over_sglang_default"):
         assert set(summary[key]) == {"2", "1"}, key
     assert summary["tax"] == max(summary["tax_by_workload"].values())
     assert summary["failed"] == ["sglang on-policy: exit code 1"]
@@ -179,11 +195,17 @@ def test_a_whole_run_of_tiny_shape(tmp_path, monkeypatch, capsys) -> None:
     kernels = {r["job"]: r.get("kernels") for r in result["rows"] if r["what"] == "start"}
     assert (kernels["ours"], kernels["off"]) == ("exact-v1 numba kernels", "plain torch")
 
-    monkeypatch.setattr(sys, "argv", [*common, "--part", "sync", "scheduler", "--add"])
+    monkeypatch.setattr(
+        sys, "argv", [*common, "--part", "sync", "sleep", "scheduler", "rolling", "--rolling", "4:3:9", "--add"]
+    )
     rollout.main()
     again = json.loads(path.read_text())
     assert again["summary"]["sync_ms"] > 0
     assert 0 < again["summary"]["scheduler_share"] < 1
+    assert {"sleep_ms", "sync_ms"} <= set(again["summary"])
+    for key in ("tokens_per_sec", "off_tokens_per_sec", "floor", "tax_by_workload"):
+        assert set(again["summary"][key]) == {"2", "1", "4 rolling"}, key
+    assert again["summary"]["tax"] == max(again["summary"]["tax_by_workload"].values())
     assert again["rows"][: len(result["rows"])] == result["rows"]
     assert "sync" in capsys.readouterr().out
 
@@ -198,7 +220,7 @@ def test_rows_of_a_part_that_runs_again_go(tmp_path) -> None:
 def test_modes_and_models_of_the_jobs() -> None:
     arguments = rollout.parser().parse_args([])
     exact = {job: rollout.setup_of(job, arguments).exact for part in rollout.PARTS for job in rollout.jobs_of(part)}
-    assert {job for job, on in exact.items() if not on} == {"off", "off-table", "nano off"}
+    assert {job for job, on in exact.items() if not on} == {"off", "off-table", "nano off", "rolling off"}
     shapes = {job: rollout.setup_of(job, arguments).shape for job in exact}
     assert {job for job, shape in shapes.items() if shape == "0.6B"} == {"nano on", "nano off"}
     assert set(shapes.values()) == {"4B", "0.6B"}

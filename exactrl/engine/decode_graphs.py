@@ -8,8 +8,7 @@ graph reads in each replay; what attention kernels prepare once a step they prep
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from exactrl.engine.batch import with_pending
+from exactrl.engine.capture import Capture, Replay
 from exactrl.engine.results import IN_FLIGHT, Computed, Results
 from exactrl.model.attention_state import CacheState
 from exactrl.model.qwen3 import Qwen3
@@ -77,7 +77,7 @@ class Captured:
     """One graph with its inputs; `replay` runs it on the current stream. `held` keeps alive what the graph reads."""
 
     inputs: Inputs
-    replay: Callable[[], object]
+    replay: Replay
     held: tuple[object, ...]
 
 
@@ -99,20 +99,13 @@ class PageTables:
 
 
 class DecodeGraphs:
-    """See the module. `capture(function)` runs `function` once and returns what replays it."""
+    """See the module."""
 
-    def __init__(
-        self,
-        model: Qwen3,
-        cache: CacheState,
-        results: Results,
-        max_tokens: int,
-        capture: Callable[[Callable[[], None]], Callable[[], object]] | None = None,
-    ) -> None:
+    def __init__(self, model: Qwen3, cache: CacheState, results: Results, max_tokens: int, capture: Capture) -> None:
         self.model, self.cache, self.results = model, cache, results
         self.max_rows, self.max_tokens = results.max_rows, max_tokens
         self.ops = cast("CudaOps", model.ops)
-        self._capture = capture or _CudaCapture()
+        self._capture = capture
         self._graphs: dict[tuple[int, int], Captured] = {}
         self._workspace = Workspace()  # one for all graphs: no two run at the same time
         self._tables = PageTables(self.max_rows, -(-max_tokens // self.ops.page_size))
@@ -183,31 +176,6 @@ class DecodeGraphs:
             sampled = self.ops.sample(hidden, self.model.head, x["temperatures"], x["keys"], x["sample_positions"])
             self.results.store(*sampled)
 
-        replay = self._capture(decode)
+        (replay,) = self._capture(lambda cut: decode())
         self.results.buffer.copy_(kept)
         return Captured(inputs, replay, (attention, self.model.rope))
-
-
-@functools.cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all graphs of the process: cuBLAS keeps a workspace for every stream it has met."""
-    return torch.cuda.Stream(device)
-
-
-class _CudaCapture:
-    """All graphs of an engine share one memory pool: they never run at the same time."""
-
-    def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), _capture_stream(torch.cuda.current_device())
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], object]:
-        function()  # compiles kernels, and prepares what a batch needs once, outside the graph
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool)  # torch.cuda.graph() would empty the allocator each time
-            try:
-                function()
-            finally:  # or nothing can be captured after a function that fails
-                graph.capture_end()
-        return graph.replay

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from exactrl.engine.allocator import BlockAllocator, FreeOrder
+from exactrl.engine.capture import CudaCapture
 from exactrl.engine.decode_graphs import DecodeGraphs
 from exactrl.engine.memory import num_blocks
+from exactrl.engine.piecewise_graphs import PiecewiseGraphs
 from exactrl.engine.results import Computed, Results
 from exactrl.engine.runner import Runner
 from exactrl.engine.scheduler import Chunk, Scheduler
@@ -37,7 +39,7 @@ class Engine:
     kv_tokens        size of the KV cache; 0: what fits } none of these changes a bit of any completion
     chunk_tokens     tokens computed per step          }
     overlap          a step is prepared and launched while the one before is computed; default: on a GPU }
-    cuda_graphs      on a GPU, decode steps are captured once and replayed                                } nor do these
+    cuda_graphs      on a GPU, steps are captured once and replayed, prompts piecewise                    } nor do these
     reserve_bytes    memory that others will take while the engine generates (where kv_tokens is 0)
     max_model_tokens prompt + response limit; default: the model's own
     block_order      order of free KV blocks, and a seed for "shuffled" (parity checks)
@@ -79,10 +81,11 @@ class Engine:
         )
         on_gpu = model.ops.device.type == "cuda"
         self.overlap = on_gpu if overlap is None else overlap
-        self._graphs = on_gpu and cuda_graphs and cast("CudaOps", model.ops).decodes_in_graphs(model.shape)
+        self._captures = on_gpu and cuda_graphs
         self._launched: deque[tuple[list[Chunk], Computed]] = deque()
         self._see: Probe = see or unchanged
         self._runner: Runner | None = None
+        self._asleep = False
         self._weights_whole = True
 
     @property
@@ -100,40 +103,51 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        """Cache and graphs, made when they are first needed, after a `sleep` anew."""
-        if self._runner is None:
-            model, limit, blocks = self.model, self.scheduler.max_model_tokens, self.allocator.num_blocks
-            if model.ops.device.type == "cuda":
-                torch.cuda.empty_cache()  # what a trainer left behind in pieces
-            try:
-                cache = paged_state(model.ops, model.config.num_layers, blocks, model.shape, model.dtype)
-            except torch.OutOfMemoryError as error:
-                raise EnvironmentProblem(
-                    f"the KV cache of {blocks * model.ops.page_size} tokens no longer fits beside what else the GPU "
-                    "holds; lower rollout.kv_tokens (--kv-tokens)"
-                ) from error
-            # A sequence that samples takes a block and a token of the step.
-            rows = min(self.scheduler.max_concurrent, blocks, self.scheduler.chunk_tokens)
-            results = Results(rows, model.ops.device)
-            graphs = DecodeGraphs(model, cache, results, limit) if self._graphs else None
-            self._runner = Runner(model, cache, results, self._see, graphs)
+        """Cache and graphs, made when they are first needed. After a `sleep` the cache takes its memory again."""
+        if self._runner is not None and not self._asleep:
+            return self._runner
+        if self.model.ops.device.type == "cuda":
+            torch.cuda.empty_cache()  # what a trainer left behind in pieces
+        try:
+            if self._runner is None:
+                self._runner = self._new_runner()
+            else:
+                self._runner.cache.take_again()
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentProblem(
+                f"the KV cache of {self.allocator.num_blocks * self.model.ops.page_size} tokens no longer fits beside "
+                "what else the GPU holds; lower rollout.kv_tokens (--kv-tokens)"
+            ) from error
+        self._asleep = False
         return self._runner
+
+    def _new_runner(self) -> Runner:
+        model, limit, blocks = self.model, self.scheduler.max_model_tokens, self.allocator.num_blocks
+        cache = paged_state(model.ops, model.config.num_layers, blocks, model.shape, model.dtype)
+        # A sequence that samples takes a block and a token of the step.
+        results = Results(min(self.scheduler.max_concurrent, blocks, self.scheduler.chunk_tokens), model.ops.device)
+        runner = Runner(model, cache, results, self._see)
+        if self._captures:
+            capture = CudaCapture()
+            runner.pieces = PiecewiseGraphs(model, cache, limit, capture)
+            if cast("CudaOps", model.ops).decodes_in_graphs(model.shape):
+                runner.graphs = DecodeGraphs(model, cache, results, limit, capture)
+        return runner
 
     @property
     def cache(self) -> CacheState:
         return self.runner.cache
 
     def sleep(self) -> None:
-        """Forgets the prefix cache. On a GPU, gives back the memory of KV cache and graphs, too; what comes next takes
-        it again and captures anew. Raises RequestError while sequences are being generated."""
+        """Forgets the prefix cache and, on a GPU, gives back the KV cache's memory; what comes next takes it again.
+        Graphs stay, and with them what they compute in. Raises RequestError while sequences are being generated."""
         self._require_idle("the engine cannot sleep")
         self.allocator.reset(self._root())
+        if self._runner is not None and not self._asleep:
+            self._runner.cache.give_back()
+            self._asleep = True
         if self.model.ops.device.type == "cuda":
-            self._drop_runner()
             torch.cuda.empty_cache()
-
-    def _drop_runner(self) -> None:
-        self._runner = None
 
     def _require_idle(self, what: str) -> None:
         if self.scheduler.has_work:

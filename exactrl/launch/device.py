@@ -29,8 +29,9 @@ def make_ops(device: str, contract: Contract, true_on_policy: bool, dtype: str, 
 
     if not true_on_policy:
         from exactrl.ops.cuda.plain import plain_ops
+        from exactrl.parity.fastest import fastest_product
 
-        return plain_ops(contract, attention_shapes(model, "canonical"))
+        return plain_ops(contract, attention_shapes(model, "canonical"), fastest_product())
     from exactrl.ops.cuda.binding import certified_ops
 
     linears = list(linear_shapes(model, contract.k_leaves).values())

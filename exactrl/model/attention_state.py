@@ -32,11 +32,16 @@ class AttentionState(Protocol):
 
 
 class CacheState(AttentionState, Protocol):
-    """A paged KV cache. Set `rows` before each forward; `fill` overwrites everything (parity checks)."""
+    """A paged KV cache. Set `rows` before each forward; `fill` overwrites everything (parity checks). Between
+    `give_back` and `take_again` it holds no memory where others may want it, on a GPU; what was cached is lost."""
 
     rows: Any
 
     def fill(self, value: float) -> None: ...
+
+    def give_back(self) -> None: ...
+
+    def take_again(self) -> None: ...
 
 
 def packed_state(ops: ModelOps, rows: Any) -> AttentionState:
@@ -103,6 +108,12 @@ class PagedState(_Separate):
             return paged_attention_plain(q, k, v, self.rows, self._groups, k_pages, v_pages)
         write_kv(k, v, self.rows, k_pages, v_pages)
         return paged_attention(q, self.rows, k_pages, v_pages, self.ops.contract, self._no_lse)
+
+    def give_back(self) -> None:
+        """The memory stays: a trainer beside it has the rest."""
+
+    def take_again(self) -> None:
+        pass
 
     def fill(self, value: float) -> None:
         """Overwrites the whole cache; with NaN it shows that nothing stale is ever read."""

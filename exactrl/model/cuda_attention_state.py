@@ -37,8 +37,9 @@ class CudaPagedState:
     rows: CudaRows
 
     def __init__(self, ops: CudaOps, layers: int, num_pages: int, shape: HeadShape, dtype: torch.dtype) -> None:
+        """Raises torch.OutOfMemoryError."""
         self.ops = ops
-        self.pages = [ops.new_pages(num_pages, shape, dtype) for _ in range(layers)]
+        self.pages, self._memory = ops.new_cache(layers, num_pages, shape, dtype)
 
     def qkv(
         self, layer: int, x: torch.Tensor, heads: HeadArguments, seen: bool
@@ -54,6 +55,16 @@ class CudaPagedState:
             if given is not None:  # a probe may have replaced it
                 pages.flatten(0, 1)[self.rows.slots] = given
         return self.ops.paged_attention(q, self.rows, self.pages[layer])
+
+    def give_back(self) -> None:
+        """Gives the memory back; addresses, and graphs captured with them, stay."""
+        if self._memory is not None:
+            self._memory.give_back()
+
+    def take_again(self) -> None:
+        """After `give_back`; nothing of what was cached is left. Raises torch.OutOfMemoryError."""
+        if self._memory is not None:
+            self._memory.take()
 
     def fill(self, value: float) -> None:
         """Overwrites the whole cache; with NaN it shows that nothing stale is ever read."""

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 def on_device(record: Record, device: torch.device) -> Record:
-    """The dataclass with those of its fields that are tensors on `device`; the record itself on the CPU."""
+    """The dataclass with those of its fields that are tensors on `device`; the record itself on the CPU. Nothing waits:
+    what lies in ordinary memory has been read when a copy's call returns."""
     if device.type == "cpu":
         return record
     values = {f.name: getattr(record, f.name) for f in fields(record)}
-    return replace(record, **{name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)})
+    return replace(
+        record, **{name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, torch.Tensor)}
+    )
 
 
 def key_bits(keys: Sequence[int]) -> torch.Tensor:

@@ -368,21 +368,49 @@ def test_a_cache_larger_than_memory_is_refused_at_once():
         Engine("tiny", kv_tokens=10**14)
 
 
-def test_a_cache_given_back_comes_back_and_changes_no_bit(dtype, expected):
+def test_a_cache_given_back_comes_back_and_changes_no_bit(dtype, expected, monkeypatch):
     """What `sleep` does on a GPU. On the CPU the memory stays."""
     engine = make_engine(dtype)
+    engine.sleep()
     first, cache = engine.generate(workload()), engine.cache
+    calls = []
+
+    def give_back():
+        calls.append("given back")
+        cache.fill(float("nan"))
+
+    def take_again():
+        if len(calls) == 1:
+            calls.append("full")
+            raise torch.OutOfMemoryError("full")
+        calls.append("taken")
+
+    monkeypatch.setattr(cache, "give_back", give_back)
+    monkeypatch.setattr(cache, "take_again", take_again)
+    engine.sleep()
     engine.sleep()
     assert engine.allocator.match_prefix(list(workload()[0].token_ids)) == []
-    assert engine.cache is cache
-    engine._drop_runner()
+    with pytest.raises(EnvironmentProblem, match="no longer fits"):
+        engine.generate(workload())
     assert trajectories(engine.generate(workload())) == trajectories(first) == expected
-    assert engine.cache is not cache
+    assert engine.cache is cache
+    assert calls == ["given back", "full", "taken"]
     rest = engine.stream(workload())
     next(rest)
     with pytest.raises(RequestError, match="cannot sleep"):
         engine.sleep()
     rest.close()
+
+
+def test_A_38_a_sleeping_engine_wakes_up_with_the_weights_it_was_given(dtype, expected):
+    engine = make_engine(dtype)
+    engine.generate(workload())
+    engine.sleep()
+    weights = list(random_weights(config(), 1))
+    engine.load_weights(weights, 1)
+    fresh = make_engine(dtype)
+    fresh.load_weights(weights, 1)
+    assert trajectories(engine.generate(workload())) == trajectories(fresh.generate(workload())) != expected
 
 
 def test_memory_that_others_will_take_is_left_to_them(monkeypatch, dtype):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 
 from exactrl.engine.engine import Engine
+from exactrl.errors import EnvironmentProblem
 from exactrl.model.weights import random_weights
 from exactrl.types import Completion, SamplingParams
 from tests.gpu.small_model import CONFIG, model_of, ops_of, requests_of
@@ -43,8 +45,8 @@ def test_all_paths_give_the_same_bits(model, count: int) -> None:
         engine.cache.fill(float("nan"))
         assert bits(engine.generate(requests)) == expected, limits
         assert bits(engine.generate(requests[::-1]))[::-1] == expected, limits
-        graphs = engine.runner.graphs
-        assert (graphs is not None and graphs.num_captured > 0) == limits.get("cuda_graphs", True)
+        for graphs in (engine.runner.graphs, engine.runner.pieces):
+            assert (graphs is not None and graphs.num_captured > 0) == limits.get("cuda_graphs", True), limits
         assert engine.stats.preemptions > 0 or count < 256 or limits != {"kv_tokens": 4096}
 
 
@@ -57,30 +59,83 @@ def test_contexts_to_16k_grow_through_several_graphs(model) -> None:
     assert engine.runner.graphs.num_captured >= 5
 
 
-def test_weights_change_in_place_and_graphs_stay() -> None:
+def test_sequences_that_come_while_others_decode(model) -> None:
+    """Most steps hold prompts beside decoding: whole ones, chunks of them, and more tokens than pieces are for."""
+    requests = ragged(120)
+    expected = bits(Engine(model, kv_tokens=1 << 18, **PLAIN).generate(requests))
+    for chunk_tokens in (100, 700, 4096):
+        engine = Engine(model, kv_tokens=1 << 18, max_concurrent=24, chunk_tokens=chunk_tokens)
+        engine.cache.fill(float("nan"))
+        assert bits(engine.generate(requests)) == expected, chunk_tokens
+        pieces = engine.runner.pieces
+        assert pieces is not None
+        assert pieces.num_captured > 3
+        assert engine.runner.num_captured == pieces.num_captured + engine.runner.graphs.num_captured
+
+
+def test_A_37_weights_change_in_place_and_graphs_stay() -> None:
     model, requests = model_of(ops_of()), ragged(20)
     engine = Engine(model, kv_tokens=1 << 16)
     before = bits(engine.generate(requests))
-    captured = engine.runner.graphs.num_captured
+    captured = engine.runner.num_captured
     other = list(random_weights(CONFIG, 1, peak=4.0, embed=0.1, device=model.ops.device))
     digest = engine.load_weights(other, 1)
     after = bits(engine.generate(requests))
-    assert engine.runner.graphs.num_captured == captured
+    assert engine.runner.num_captured == captured
     assert after != before
     fresh = Engine(model_of(ops_of()), kv_tokens=1 << 16, **PLAIN)
     assert fresh.load_weights(other, 1) == digest
     assert bits(fresh.generate(requests)) == after
 
 
-def test_an_engine_that_slept_has_given_its_memory_back_and_goes_on(model) -> None:
-    engine, requests = Engine(model, kv_tokens=1 << 20), ragged(20)
+def test_an_engine_that_slept_has_given_its_memory_back_and_goes_on() -> None:
+    """With new weights, the graphs that it had, and whatever the trainer wrote into the memory meanwhile."""
+    model, requests = model_of(ops_of()), ragged(60)
+    engine = Engine(model, kv_tokens=1 << 20, max_concurrent=24)
     expected = bits(engine.generate(requests))
-    torch.cuda.synchronize()
-    awake = torch.cuda.mem_get_info()[0]
-    engine.sleep()
+    captured = engine.runner.num_captured
     pages = 2 * (1 << 20) * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 2
-    assert torch.cuda.mem_get_info()[0] - awake > 0.9 * pages
+    for _ in range(3):
+        torch.cuda.synchronize()
+        awake = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        engine.sleep()
+        assert torch.cuda.mem_get_info()[0] - awake >= pages
+        trainer = torch.full((torch.cuda.mem_get_info()[0] // 3,), 0xFF, dtype=torch.uint8, device="cuda")  # NaN
+        del trainer
+        assert bits(engine.generate(requests)) == expected
+        assert engine.runner.num_captured == captured, "graphs were captured anew"
+    other = list(random_weights(CONFIG, 1, peak=4.0, embed=0.1, device=model.ops.device))
+    engine.sleep()
+    engine.load_weights(other, 1)
+    after = bits(engine.generate(requests))
+    assert after != expected
+    fresh = Engine(model, kv_tokens=1 << 20, **PLAIN)
+    assert bits(fresh.generate(requests)) == after
+
+
+def test_an_engine_that_cannot_wake_up_says_so(model) -> None:
+    engine, requests = Engine(model, kv_tokens=1 << 20), ragged(3)
+    expected = bits(engine.generate(requests))
+    engine.sleep()
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(EnvironmentProblem, match="no longer fits"):
+        engine.generate(requests)
+    del taken
     assert bits(engine.generate(requests)) == expected
+
+
+def test_memory_goes_with_its_engine(model) -> None:
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    engine = Engine(model, kv_tokens=1 << 20)
+    engine.generate(ragged(3))
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] < 300 << 20
 
 
 def test_closed_streams_leave_the_engine_usable(model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from exactrl.ops.cuda.attention import (
 )
 from exactrl.ops.cuda.embedding import embedding
 from exactrl.ops.cuda.linear import certified_product, linear
+from exactrl.ops.cuda.mapped_memory import MappedMemory
 from exactrl.ops.cuda.qkv import qkv, qkv_into_cache
 from exactrl.ops.cuda.sampling import sample_exact
 from exactrl.ops.rows import row_owners, row_slots
@@ -147,7 +149,8 @@ class CudaOps:
     def rows(self, starts: np.ndarray, first: np.ndarray, tables: np.ndarray, shape: HeadShape) -> CudaRows:
         """Rows over a paged cache: starts int64 [S + 1], first int64 [S], tables int32 [S, P]."""
         counts = np.diff(starts)
-        slots = torch.from_numpy(row_slots(starts, first, tables, self.page_size)).to(self.device)
+        slots = torch.from_numpy(row_slots(starts, first, tables, self.page_size))
+        slots = slots.to(self.device, non_blocking=True)
         return CudaRows(AttentionRows.build(counts, first + counts, tables, self.device), slots, starts, first)
 
     def decode_rows(
@@ -175,10 +178,19 @@ class CudaOps:
         attention = AttentionRows.build(lengths, lengths, None, self.device)
         return CudaRows(attention, None, starts, np.zeros(len(lengths), np.int64))
 
-    def new_pages(self, count: int, shape: HeadShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K pages, V pages) of one layer, [count, page_size, HK, D], not initialised."""
-        size = (count, self.page_size, shape.kv_heads, shape.dim)
-        return tuple(torch.empty(size, dtype=dtype, device=self.device) for _ in range(2))  # type: ignore[return-value]
+    def new_cache(
+        self, layers: int, pages: int, shape: HeadShape, dtype: torch.dtype
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], MappedMemory | None]:
+        """(K pages, V pages) of each layer, [pages, page_size, HK, D], not initialised, and the memory they lie in,
+        which must be kept; None where there is no GPU. Raises torch.OutOfMemoryError."""
+        size = (layers, 2, pages, self.page_size, shape.kv_heads, shape.dim)
+        memory = None
+        if self.device.type == "cuda":
+            memory = MappedMemory(math.prod(size) * dtype.itemsize)
+            every = memory.tensor()[: math.prod(size) * dtype.itemsize].view(dtype).view(size)
+        else:
+            every = torch.empty(size, dtype=dtype, device=self.device)
+        return [(k, v) for k, v in every], memory
 
     def paged_attention(
         self, q: torch.Tensor, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor]

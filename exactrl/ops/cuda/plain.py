@@ -1,9 +1,10 @@
 """The ops of a run on a GPU with exactness off: the fastest kernels, whose bits may depend on the batch.
 
-Linears are cuBLAS as it comes (linear.linear_plain). Attention is Flash Attention 3 with automatic splits where it is
-installed and knows the head dimension, elsewhere our kernels; its gradient is PyTorch's flash kernel with atomics.
-Norms, rotary embedding, SwiGLU, log-probabilities, sampling and embedding are the kernels that exactness uses, too.
-What exactness costs is measured against this.
+Linears are whatever product the caller gives: on a GPU the fastest of cuBLAS and others (parity/fastest.py). Attention
+is Flash Attention 3 with automatic splits where it is installed, knows the head dimension and is faster; that it is for
+prompts and training, and for a single long sequence, but not for decoding many (docs/log.md, 2026-11-30), where our own
+kernels run. Its gradient is PyTorch's flash kernel with atomics. Norms, rotary embedding, SwiGLU, log-probabilities,
+sampling and embedding are the kernels that exactness uses, too. What exactness costs is measured against this.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ from exactrl.ops.cuda.linear import linear_plain
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from exactrl.ops.cuda.matmul import Product
     from exactrl.ops.qkv import HeadShape
 
 FA3 = "flash_attn_interface"
-SPLIT = ("cuda-decode", "triton-split")
+COMPILED = ("cuda-decode",)
+SPLIT = (*COMPILED, "triton-split")
 IN_ORDER = ("hopper", "triton-in-order", "reference")
 """Our kernels by the part of their names before the tile, fastest first (docs/log.md, 2026-11-30)."""
+ALONE_KEYS = 16384
+"""Keys of one sequence alone from which on Flash Attention 3 is faster (docs/log.md, 2026-11-30)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class PlainOps(CudaOps):
     def paged_attention(
         self, q: torch.Tensor, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        if self._fa3_serves(q.shape[1], pages[0].shape[2], q.shape[2]):
+        if self._fa3_serves(q.shape[1], pages[0].shape[2], q.shape[2]) and not self._ours_is_faster(q, pages[0], rows):
             return fa3_paged(q, *pages, rows.attention)
         return CudaOps.paged_attention(self, q, rows, pages)  # super() does not know a class with slots
 
@@ -66,6 +71,14 @@ class PlainOps(CudaOps):
 
     def _fa3_serves(self, heads: int, kv_heads: int, dim: int) -> bool:
         return self.fa3 and dim in FA3_HEAD_DIMS and heads % kv_heads == 0
+
+    def _ours_is_faster(self, q: torch.Tensor, k: torch.Tensor, rows: CudaRows) -> bool:
+        """Where every sequence has one row, unless there is one long sequence only. Ours: the compiled kernels."""
+        counts, most = rows.attention.counts, rows.attention.most_keys
+        if (counts != 1).any() or (len(counts) == 1 and most[0] > ALONE_KEYS):
+            return False
+        choice = self._choice(q, k)
+        return choice.split.name.split(":")[0] in COMPILED and q.shape[1] // k.shape[2] <= choice.split_rows
 
 
 @dataclass(slots=True)
@@ -148,10 +161,10 @@ def our_attention(shape: AttentionShape, offered: Mapping[str, AttentionImplemen
     return AttentionChoice(split, in_order, split.most_rows or 0) if split else AttentionChoice(in_order, in_order, 0)
 
 
-def plain_ops(contract: Contract, shapes: Sequence[AttentionShape] = ()) -> PlainOps:
+def plain_ops(contract: Contract, shapes: Sequence[AttentionShape] = (), product: Product = linear_plain) -> PlainOps:
     """Ops that run what is fastest; `contract` gives only what it says about dtypes (k_leaves and orders are not kept).
-    Needs no certificate. Raises ConfigError for one of the model's attention `shapes` that nothing here computes,
-    EnvironmentProblem where Flash Attention 3 is installed and does not load."""
+    Needs no certificate. `product` computes linears. Raises ConfigError for one of the model's attention `shapes` that
+    nothing here computes, EnvironmentProblem where Flash Attention 3 is installed and does not load."""
     offered = attention_implementations()
     installed = _fa3_loads()
 
@@ -159,7 +172,7 @@ def plain_ops(contract: Contract, shapes: Sequence[AttentionShape] = ()) -> Plai
     def ours(shape: AttentionShape) -> AttentionChoice:
         return our_attention(shape, offered)
 
-    found = PlainOps(contract, linear_plain, ours, proof=_proof(installed), fa3=installed)
+    found = PlainOps(contract, product, ours, proof=_proof(installed), fa3=installed)
     for shape in shapes:
         if not found._fa3_serves(shape.heads, shape.kv_heads, shape.dim):
             ours(shape)
@@ -180,8 +193,10 @@ def _proof(fa3: bool) -> dict[str, Any]:
     """What runs and on which machine; nothing is proven about it."""
     from exactrl.ops.cuda.machine import machine
 
-    attention = "Flash Attention 3, automatic splits" if fa3 else "the kernels of exact-v1"
+    ours = "the kernels of exact-v1"
+    attention = f"Flash Attention 3, automatic splits; decoding {ours} where faster" if fa3 else ours
+    linears = "the fastest of cuBLAS as it comes, DeepGEMM and what is certified here"
     return {
-        "device": "cuda", "kernels": "plain: the batch may change bits", "linears": "cuBLAS as it comes",
-        "attention": attention, "others": "the kernels of exact-v1", "machine": machine(),
+        "device": "cuda", "kernels": "plain: the batch may change bits", "linears": linears, "attention": attention,
+        "others": ours, "machine": machine(),
     }  # fmt: skip

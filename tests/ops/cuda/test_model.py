@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
 
+import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ import torch
 
 from exactrl.algo.algorithm import get_algorithm
 from exactrl.contract import get_contract, noise_key
+from exactrl.engine import piecewise_graphs
 from exactrl.engine.decode_graphs import DecodeGraphs
 from exactrl.engine.engine import Engine
+from exactrl.engine.piecewise_graphs import PiecewiseGraphs
 from exactrl.model.attention_state import paged_state
 from exactrl.model.config import find_model, read_config
 from exactrl.model.qwen3 import Qwen3
@@ -137,34 +141,90 @@ def test_the_rung_of_the_references_compares_with_them(monkeypatch, ulps: int) -
     assert rollout.ops is OPS
 
 
-@pytest.mark.parametrize("kv_tokens", [640, 192])
-def test_decode_steps_with_padded_rows_have_the_same_bits(completions, monkeypatch, kv_tokens: int) -> None:
-    """What a graph replays, here run anew each time: rows rounded up, inputs in place, tokens handed on unseen."""
+class Replays:
+    """A Capture that runs everything anew: a piece goes on where the one before it was cut, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, run):
+        cuts: list[int] = []
+        run(lambda: cuts.append(1))
+        go, done = threading.Semaphore(0), threading.Semaphore(0)
+
+        def whole() -> None:
+            def cut() -> None:
+                done.release()
+                go.acquire()
+
+            with torch.no_grad():  # a thread's own setting
+                run(cut)
+            done.release()
+
+        def piece(i: int) -> None:
+            self.count += 1
+            if i:
+                go.release()
+            else:
+                threading.Thread(target=whole, daemon=True).start()
+            assert done.acquire(timeout=120)
+
+        return [partial(piece, i) for i in range(len(cuts) + 1)]
+
+
+def more_requests() -> list[Request]:
     more = [*requests(), *(replace(r, id=f"{r.id}b", noise_key=r.noise_key + 1) for r in requests()[::-1])]
-    more = [replace(r, params=SamplingParams(n, 1.0, ())) for r, n in zip(more, (5, 3, 6, 8), strict=True)]
+    return [replace(r, params=SamplingParams(n, 1.0, ())) for r, n in zip(more, (5, 3, 6, 8), strict=True)]
+
+
+def bits(completions: list[Completion]) -> list[tuple[list[int], bytes]]:
+    return [(c.token_ids, c.logprobs.tobytes()) for c in completions]
+
+
+@pytest.mark.parametrize("kv_tokens", [640, 192])
+def test_decode_steps_with_padded_rows_have_the_same_bits(completions, kv_tokens: int) -> None:
+    """What a graph replays, here run anew each time: rows rounded up, inputs in place, tokens handed on unseen."""
+    more = more_requests()
     expected = Engine(model(trainable=False), kv_tokens=640).generate(more)
     assert [c.logprobs.tobytes()[:12] for c in expected[:2]] == [c.logprobs.tobytes()[:12] for c in completions]
     engine = Engine(model(trainable=False), max_concurrent=5, kv_tokens=kv_tokens, chunk_tokens=40, overlap=True)
-    replays = []
-
-    def capture(function):
-        function()
-        return lambda: (replays.append(1), graphs._workspace.floats.fill_(float("nan")), function())
-
-    limit = CONFIG.max_positions
+    capture, limit = Replays(), CONFIG.max_positions
     graphs = DecodeGraphs(engine.model, engine.cache, engine.runner.results, limit, capture)
     engine.runner.graphs = graphs
     engine.cache.fill(float("nan"))
     engine.generate(more[:1])  # needs less of the workspace than what follows, which drops its graph
     assert graphs.num_captured == 1
-    found = engine.generate(more)
-    assert [(c.token_ids, c.logprobs.tobytes()) for c in found] == [
-        (c.token_ids, c.logprobs.tobytes()) for c in expected
-    ]
-    assert len(replays) > 2
+    assert bits(engine.generate(more)) == bits(expected)
+    assert capture.count > 2
     plans = [p for g in graphs._graphs.values() for p in g.held[0].attention.plans.values() if hasattr(p, "partial")]
     assert len(plans) == graphs.num_captured > 0
-    assert {p.partial.data_ptr() for p in plans} == {graphs._workspace.floats.data_ptr()}, (
-        "one for all graphs, none of an older"
-    )
+    assert {p.partial.data_ptr() for p in plans} == {graphs._workspace.floats.data_ptr()}, "one for all, no older one"
     assert (engine.stats.peak_running < len(more)) == (kv_tokens == 192), "with few pages sequences wait"
+
+
+@pytest.mark.parametrize("most", [2048, 16])
+def test_steps_with_prompts_in_pieces_have_the_same_bits(monkeypatch, most: int) -> None:
+    """Chunks beside decoding, tokens rounded up; steps of more than `most` tokens run op by op."""
+    two = replace(CONFIG, num_layers=2)
+
+    def made() -> Engine:
+        found = Qwen3(two, OPS, torch.float16, trainable=False)
+        load_weights(found, random_weights(two, 0, embed=0.3), "random weights")
+        return Engine(found, kv_tokens=320, chunk_tokens=36, overlap=True)
+
+    asked = [replace(r, params=SamplingParams(n, 1.0, ())) for r, n in zip(requests(), (4, 2), strict=True)]
+    engine, capture = made(), Replays()
+    expected = bits(made().generate(asked))  # numpy's products in attention depend on the chunk, too
+    monkeypatch.setattr(piecewise_graphs, "MOST_TOKENS", most)
+    pieces = PiecewiseGraphs(engine.model, engine.cache, CONFIG.max_positions, capture)
+    engine.runner.pieces = pieces
+    engine.cache.fill(float("nan"))
+    assert bits(engine.generate(asked)) == expected
+    steps, every = divmod(capture.count, 3)
+    assert every == 0, "two layers are three pieces"
+    assert steps == (engine.stats.steps if most == 2048 else engine.stats.steps - 2)
+    assert 1 <= pieces.num_captured <= steps
+    if most == 16:
+        engine.see = lambda name, x: x
+        assert bits(engine.generate(asked)) == expected
+        assert capture.count == 3 * steps, "a probe sees every op"

@@ -219,6 +219,34 @@ def test_decode_steps_are_captured_wherever_attention_finds_its_work_on_the_devi
     assert not ops(False).decodes_in_graphs(known)
 
 
+@pytest.mark.parametrize(
+    ("name", "counts", "keys", "ours"),
+    [
+        ("cuda-decode:x", (1, 1, 1), 20000, True),
+        ("cuda-decode:x", (1,), 16384, True),
+        ("cuda-decode:x", (1,), 16385, False),  # one long sequence alone
+        ("cuda-decode:x", (1, 2, 1), 100, False),
+        ("triton-split:x", (1, 1, 1), 100, False),
+        ("cuda-decode:wide", (1, 1, 1), 100, False),  # more grouped heads than the kernel holds
+    ],
+)
+def test_decode_steps_go_to_our_compiled_kernels_where_they_are_faster(fa3, name, counts, keys, ours) -> None:
+    called = []
+
+    def attend(q, k, v, rows, out, lse, sequences):
+        called.append(name)
+
+    split = replace(REFERENCE, name=name, kind="split", attend=attend)
+    choice = AttentionChoice(split, split, 1 if name.endswith("wide") else 8)
+    mode = PlainOps(CONTRACT, linear.linear_plain, lambda shape: choice, torch.device("cpu"), fa3=True)
+    data = draw([5] * len(counts), 4, 2, DIM, PAGE, 1.0, 0, "cpu", torch.float16)
+    bounds = np.full(len(counts), keys)
+    lengths = np.full(len(counts), 5)
+    rows = rows_of(AttentionRows.build(np.array(counts), lengths, data.tables, "cpu", most_keys=bounds))
+    mode.paged_attention(data.q[: sum(counts)], rows, (data.k_pages, data.v_pages))
+    assert (called == [name], bool(fa3.metadata_given)) == (ours, not ours)
+
+
 def test_our_kernels_are_taken_fastest_first() -> None:
     """The one for few splits and many before those for either, compiled ones before Triton's; what does not serve is
     left out."""
@@ -261,7 +289,7 @@ def test_library_sums_are_as_torch_has_them_and_only_during_the_call(monkeypatch
 def test_what_is_not_overridden_is_the_exact_modes() -> None:
     """A method of CudaOps that reads linears or attention in a new way has to be thought of here."""
     own = {name for name in vars(PlainOps) if callable(getattr(PlainOps, name)) and not name.startswith("__")}
-    assert own == {"paged_attention", "packed_attention", "decodes_in_graphs", "_fa3_serves"}
+    assert own == {"paged_attention", "packed_attention", "decodes_in_graphs", "_fa3_serves", "_ours_is_faster"}
     assert {f.name for f in fields(PlainOps)} - {f.name for f in fields(CudaOps)} == {"fa3"}
     assert not PlainOps.exact
     assert CudaOps.exact
