@@ -20,6 +20,7 @@ from exactrl.engine.capture import Capture, Replay
 from exactrl.engine.results import IN_FLIGHT, Computed, Results
 from exactrl.model.attention_state import CacheState
 from exactrl.model.qwen3 import Qwen3
+from exactrl.ops.cuda.attention import Workspace
 from exactrl.ops.rows import row_slots
 from exactrl.ops.transfer import key_bits
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from exactrl.ops.cuda.binding import CudaOps
 
 SHORTEST = 1024  # tokens of the context that the smallest graphs are captured for
-SCRATCH_BYTES = 4 << 30  # that the attention of all captured graphs may keep for partial results
 FIELDS = {"ids": np.int64, "sources": np.int64, "positions": np.int64, "slots": np.int64, "sample_positions": np.int64,
           "keys": np.int64, "temperatures": np.float32, "lengths": np.int32}  # fmt: skip
 Size = tuple[str, np.dtype, tuple[int, ...]]
@@ -143,6 +143,7 @@ class DecodeGraphs:
         self.ops = cast("CudaOps", model.ops)
         self._capture = capture
         self._graphs: dict[tuple[int, int], Captured] = {}
+        self._workspace = Workspace()  # one for all graphs: no two run at the same time
         self._rows = Rows(self.max_rows, -(-max_tokens // self.ops.page_size), self.ops.page_size)
         self._turn = 0
         model.reserve_positions(max_tokens)
@@ -159,26 +160,22 @@ class DecodeGraphs:
         longest = int(step.start.max()) + 1
         key = rows_of(len(step), self.max_rows), context_of(longest, self.max_tokens)
         if (graph := self._graphs.get(key)) is None:
-            self._make_room(*key)
-            graph = self._graphs[key] = self._captured(*key)
+            floats = self._workspace.floats
+            graph = self._captured(*key)
+            if self._workspace.floats is not floats:
+                self._drop()
+            self._graphs[key] = graph
         fill(graph.inputs.host[self._turn], step, self._rows)
         graph.inputs.send(self._turn)
         self._turn = (self._turn + 1) % IN_FLIGHT
         graph.replay()
         return self.results.send(len(step))
 
-    def _make_room(self, rows: int, context: int) -> None:
-        """Drops all graphs where another one's scratch memory would be too much beside theirs."""
-        held = sum(self._scratch_bytes(*key) for key in self._graphs)
-        if self._graphs and held + self._scratch_bytes(rows, context) > SCRATCH_BYTES:
-            if self.model.ops.device.type == "cuda":
-                torch.cuda.synchronize()  # the step before may be one of them
-            self._graphs.clear()
-
-    def _scratch_bytes(self, rows: int, context: int) -> int:
-        """Of numerators, maxima and denominators of all splits, fp32."""
-        splits = -(-context // self.ops.contract.kv_split)
-        return rows * splits * self.model.shape.heads * (self.model.shape.dim + 2) * 4
+    def _drop(self) -> None:
+        """All graphs: they keep a smaller workspace, which another one has outgrown."""
+        if self.model.ops.device.type == "cuda":
+            torch.cuda.synchronize()  # the step before may be one of them
+        self._graphs.clear()
 
     def _captured(self, rows: int, context: int) -> Captured:
         """Captured on rows that are all padding: it leaves the cache as it is, and so the results of the last step."""
@@ -186,7 +183,7 @@ class DecodeGraphs:
         inputs.device["slots"].fill_(-1)
         inputs.device["sources"].fill_(-1)
         x = inputs.device
-        attention = self.ops.decode_rows(x["lengths"], x["slots"], x["tables"], context)
+        attention = self.ops.decode_rows(x["lengths"], x["slots"], x["tables"], context, self._workspace)
         kept = self.results.buffer.clone()
 
         def decode() -> None:

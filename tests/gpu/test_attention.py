@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from bench.attention_points import Heads, Pool
 from exactrl.errors import EnvironmentProblem
 from exactrl.ops.cuda.attention import attention_implementations, packed_attention
 from exactrl.parity.compare import differing
 from tests.gpu.attention_inputs import draw, run
+from tests.gpu.attention_stress import one_batch
 from tests.gpu.attention_sweep import EDGES, different_rows, sweep_case
 
 CASES = [
@@ -28,6 +30,15 @@ def test_every_way_to_ask_for_rows_has_the_bits_of_the_reference(case) -> None:
     found = list(sweep_case(case, 0, attention_implementations()))
     assert {way for _, way, _, _ in found} == {"packed", "paged", "decode", "chunks", "tails", "mixed"}
     assert [entry for entry in found if entry[3]] == []
+
+
+@pytest.mark.parametrize("batch", [(32, 1024), (256, 1024), (7, 16500)], ids=str)
+def test_repeated_launches_and_replayed_graphs_give_the_bits_of_the_reference(batch) -> None:
+    pool = Pool(Heads(), 1 << 18)
+    for page_size in (64, 16):
+        rows, wrong = one_batch(pool, *batch, page_size, 0)
+        assert rows > 0
+        assert wrong == {"cuda-split": 0, "cuda-stream": 0, "cuda-decode": 0}
 
 
 VALUES = {

@@ -35,21 +35,27 @@ import numpy as np
 import torch
 
 from exactrl.contract import AttentionShape
-from exactrl.ops.cuda.attention_tiles import (
-    FEW_OR_MANY,
-    IN_ORDER,
-    SPLIT,
-    WARP_ROWS,
-    WARP_SPLIT,
-    AttentionTile,
-    ClusterTile,
-    WarpTile,
-)
+from exactrl.ops.cuda.attention_tiles import IN_ORDER, SPLIT, WARP_ROWS, AttentionTile
 
 PAGE_SIZE = 64  # tokens of one page of the engine's cache: a block of the order
 HEAD_DIMS = (32, 64, 128, 256)
 SHARED_BYTES = 228 * 1024  # of a multiprocessor, for all its programs
 RESERVED_BYTES = 1024  # that each program takes besides its own
+
+
+@dataclass(slots=True)
+class Workspace:
+    """Memory for partial results, for batches of which no two run at the same time; made when first needed."""
+
+    floats: torch.Tensor | None = None
+
+    def take(self, count: int, device: torch.device) -> torch.Tensor:
+        """`count` floats. Where there are fewer, new ones, at least half as many again; those taken before stay as they
+        are, and keep their memory."""
+        held = 0 if self.floats is None else self.floats.numel()
+        if self.floats is None or held < count:
+            self.floats = torch.empty(max(count, held * 3 // 2), device=device)
+        return self.floats[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class AttentionRows:
                   whole sequences from position 0, key row = starts[s] + position
     counts        int64 [S], host: rows of each sequence
     most_keys     int64 [S], host: lengths, or upper bounds of what they become when a captured graph is replayed
+    workspace     where kernels keep partial results; of this batch alone unless given
     plans         what kernels prepare once for a batch and use in every layer
     """
 
@@ -70,6 +77,7 @@ class AttentionRows:
     tables: torch.Tensor | None
     counts: np.ndarray
     most_keys: np.ndarray
+    workspace: Workspace = field(default_factory=Workspace, repr=False, compare=False)
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -81,15 +89,15 @@ class AttentionRows:
         device: torch.device | str = "cuda",
         most_keys: np.ndarray | None = None,
     ) -> AttentionRows:
-        """counts, lengths [S]; tables int32 [S, P] or None."""
+        """counts, lengths [S]; tables int32 [S, P] or None. Nothing waits for the device."""
         counts, lengths = np.asarray(counts, np.int64), np.asarray(lengths, np.int64)
         assert (lengths >= counts).all(), "a sequence has fewer keys than rows"
         assert tables is not None or (lengths == counts).all(), "packed sequences are whole"
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        moved = None if tables is None else torch.as_tensor(tables).to(device, torch.int32)
+        moved = None if tables is None else torch.as_tensor(tables).to(device, torch.int32, non_blocking=True)
         return cls(
-            torch.from_numpy(starts).to(device),
-            torch.from_numpy(lengths.astype(np.int32)).to(device),
+            torch.from_numpy(starts).to(device, non_blocking=True),
+            torch.from_numpy(lengths.astype(np.int32)).to(device, non_blocking=True),
             moved,
             counts,
             lengths if most_keys is None else np.asarray(most_keys, np.int64),
@@ -167,37 +175,14 @@ def _in_order_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
     return _serves(shape) and (shape.dim <= 128 or tile.rows <= 64) and (whole_blocks or not tile.tma)
 
 
-def _cluster_serves(shape: AttentionShape) -> bool:
-    return shape.dim >= 64 and _split_serves(shape, ClusterTile.of(shape.dim))
-
-
-def _split_serves(shape: AttentionShape, tile: AttentionTile | WarpTile | ClusterTile) -> bool:
+def _split_serves(shape: AttentionShape, tile: AttentionTile) -> bool:
     fits = tile.ctas * (tile.shared_bytes(shape.dim) + RESERVED_BYTES) <= SHARED_BYTES
-    return (
-        _serves(shape)
-        and shape.dim >= tile.least_dim
-        and shape.page_size > 0
-        and shape.heads // shape.kv_heads <= tile.rows
-        and fits
-    )
+    return _serves(shape) and shape.page_size > 0 and shape.heads // shape.kv_heads <= tile.rows and fits
 
 
-def _warp_split(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
-    from exactrl.ops.cuda.split_attention import attend_splits
-
-    attend_splits(q, k, v, rows, out, lse, sequences, tile)
-
-
-def _cluster_split(q, k, v, rows, out, lse, sequences) -> None:
-    from exactrl.ops.cuda.cluster_attention import attend_clusters
-
-    attend_clusters(q, k, v, rows, out, lse, sequences, ClusterTile.of(q.shape[-1]))
-
-
-def _few_or_many(q, k, v, rows, out, lse, sequences, tile: WarpTile) -> None:
-    from exactrl.ops.cuda.decode_attention import attend_few_or_many
-
-    attend_few_or_many(q, k, v, rows, out, lse, sequences, tile)
+def _compiled_split_serves(shape: AttentionShape) -> bool:
+    """Copies take 64 elements of a head at once."""
+    return _serves(shape) and shape.dim >= 64 and shape.page_size > 0 and shape.heads // shape.kv_heads <= WARP_ROWS
 
 
 def attention_implementations() -> dict[str, AttentionImplementation]:
@@ -214,15 +199,19 @@ def attention_implementations() -> dict[str, AttentionImplementation]:
             )
             for tile in IN_ORDER
         ),
-        *(_split_of("triton-split", _split, tile) for tile in SPLIT),
+        *(
+            AttentionImplementation(
+                f"triton-split:{tile}",
+                "split",
+                partial(_split, tile=tile),
+                partial(_split_serves, tile=tile),
+                tile.rows,
+            )
+            for tile in SPLIT
+        ),
         *_compiled(),
     ]
     return {implementation.name: implementation for implementation in found}
-
-
-def _split_of(name: str, attend: Callable[..., None], tile: AttentionTile | WarpTile) -> AttentionImplementation:
-    serves = partial(_split_serves, tile=tile)
-    return AttentionImplementation(f"{name}:{tile}", "split", partial(attend, tile=tile), serves, tile.rows)
 
 
 def _compiled() -> list[AttentionImplementation]:
@@ -231,11 +220,14 @@ def _compiled() -> list[AttentionImplementation]:
 
     if not nvrtc.available():
         return []
+    from exactrl.ops.cuda.decode_attention import attend_few_or_many
+    from exactrl.ops.cuda.split_attention import attend_splits
+    from exactrl.ops.cuda.stream_attention import attend_stream
+
+    splits = {"cuda-split": attend_splits, "cuda-stream": attend_stream, "cuda-decode": attend_few_or_many}
     return [
         AttentionImplementation("hopper", "in_order", hopper_attention.attend, hopper_attention.serves),
-        *(_split_of("cuda-split-tma" if tile.tma else "cuda-split", _warp_split, tile) for tile in WARP_SPLIT),
-        AttentionImplementation("cuda-cluster", "split", _cluster_split, _cluster_serves, WARP_ROWS),
-        *(_split_of("cuda-decode-tma" if tile.tma else "cuda-decode", _few_or_many, tile) for tile in FEW_OR_MANY),
+        *(AttentionImplementation(n, "split", f, _compiled_split_serves, WARP_ROWS) for n, f in splits.items()),
     ]
 
 

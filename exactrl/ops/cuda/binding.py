@@ -16,6 +16,7 @@ from exactrl.ops.cuda.attention import (
     PAGE_SIZE,
     AttentionChoice,
     AttentionRows,
+    Workspace,
     packed_attention,
     paged_attention,
     shape_of,
@@ -152,7 +153,9 @@ class CudaOps:
         slots = slots.to(self.device, non_blocking=True)
         return CudaRows(AttentionRows.build(counts, first + counts, tables, self.device), slots, starts, first)
 
-    def decode_rows(self, lengths: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, most_keys: int) -> CudaRows:
+    def decode_rows(
+        self, lengths: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, most_keys: int, workspace: Workspace
+    ) -> CudaRows:
         """One row of each of S sequences, for a decode step that is captured once and replayed: lengths int32 [S] (0:
         no sequence), slots int64 [S] (-1 then) and tables int32 [S, P] are read on the device in each replay. No length
         exceeds `most_keys`."""
@@ -160,6 +163,7 @@ class CudaOps:
         attention = AttentionRows(
             torch.from_numpy(starts.astype(np.int32)).to(self.device), lengths, tables,
             np.ones(len(lengths), np.int64), np.full(len(lengths), most_keys, np.int64),
+            workspace,
         )  # fmt: skip
         return CudaRows(attention, slots, starts, np.zeros(len(lengths), np.int64))
 

@@ -148,7 +148,7 @@ def _plan(rows: AttentionRows, sequences: np.ndarray, kv_heads: int, group: int,
         items = plan_items(rows.counts, rows.most_keys, sequences, kv_heads, group, dim)
         device = rows.starts.device
         counters = torch.zeros(2, dtype=torch.int32, device=device)
-        rows.plans[key] = _Items(torch.from_numpy(items).to(device), counters)
+        rows.plans[key] = _Items(torch.from_numpy(items).to(device, non_blocking=True), counters)
     return rows.plans[key]
 
 

@@ -1,7 +1,12 @@
-"""The list of a batch's splits with their pages, made once a step for the CUDA C++ kernels: listed_items.cuh."""
+"""What the CUDA C++ kernels with splits in parallel share on the host: split_items.cuh and list_splits.cu.
+
+The list of a batch's splits is that of triton_split_attention.py; here each gets its pages, once a step. At most
+WARP_ROWS rows x grouped heads of a sequence.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from exactrl.contract import AttentionShape
+from exactrl.ops.cuda.attention_host import multiprocessors, scale_of
+from exactrl.ops.cuda.attention_tiles import WARP_ROWS
 from exactrl.ops.cuda.nvrtc import Kernel
+from exactrl.ops.cuda.triton_attention import strides
 from exactrl.ops.cuda.triton_split_attention import SplitPlan, split_plan
 
 if TYPE_CHECKING:
@@ -21,49 +30,81 @@ LISTED = 40  # words of an item: 8, and the pages of every 16th key
 
 
 def source_of(*names: str) -> str:
-    files = ("hopper.cuh", "warp_tiles.cuh", "split_items.cuh", "listed_items.cuh", *names)
-    return "".join((FOLDER / name).read_text() for name in files)
+    return "".join((FOLDER / name).read_text() for name in ("hopper.cuh", "warp_tiles.cuh", "split_items.cuh", *names))
 
 
-def options_of(heads: int, kv_heads: int, dim: int, page_size: int, **others: int) -> list[str]:
-    values = {"DIM": dim, "HEADS": heads, "KV_HEADS": kv_heads, "PAGE_SIZE": page_size, **others}
+def options_of(shape: AttentionShape, **others: int) -> list[str]:
+    values = {
+        "DIM": shape.dim,
+        "HEADS": shape.heads,
+        "KV_HEADS": shape.kv_heads,
+        "PAGE_SIZE": shape.page_size,
+        **others,
+    }
     return ["--fmad=false", *(f"-D{name}={value}" for name, value in values.items())]
 
 
 @functools.cache
-def _lister(page_size: int, device: int) -> Kernel:
-    return Kernel(source_of(), "list_items", options_of(1, 1, 64, page_size))
+def _lister(shape: AttentionShape, device: int) -> Kernel:
+    return Kernel(source_of("list_splits.cu"), "list_items", options_of(shape))
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of split_items.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "items", "total", "partial", "stats")),
+        *((name, ctypes.c_int32) for name in ("tokens", "held", "stride_q", "stride_k", "stride_v")),
+        ("scale", ctypes.c_float),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ListedPlan:
-    """items int32 [capacity, LISTED]; counters int32, 0 between launches: `each` for every (sequence, kv head), and one
-    more."""
+    """items int32 [capacity, LISTED]; no sequence has more than `most_keys` keys."""
 
+    shape: AttentionShape
     splits: SplitPlan
-    lister: Kernel
+    most_keys: int
     items: torch.Tensor
-    counters: torch.Tensor
 
     def refresh(self) -> None:
         """After that of `splits`."""
         splits, rows = self.splits, self.splits.rows
         assert rows.tables is not None, "splits in parallel read pages"
-        self.lister.launch((len(self.items), 1, 1), 32, (
+        _lister(self.shape, torch.cuda.current_device()).launch((len(self.items), 1, 1), 32, (
             splits.items, splits.total, rows.starts, rows.lengths, rows.tables, rows.tables.stride(0), self.items,
         ))  # fmt: skip
-        self.counters.zero_()  # a launch that was stopped leaves some behind
+
+    def blocks(self, on_each: int) -> int:
+        """Of a launch: `on_each` multiprocessor, and no more than there may be items."""
+        return min(len(self.items) * self.shape.kv_heads, multiprocessors(self.items.device) * on_each)
+
+    def arguments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> Arguments:
+        """Row strides of q are even, those of k and v multiples of 8."""
+        assert out.is_contiguous(), out.stride()
+        splits = self.splits
+        read = (q, k, v, out, lse, self.items, splits.total, splits.partial, splits.stats)
+        return Arguments(
+            *(None if t is None else t.data_ptr() for t in read), len(q), splits.held,
+            *strides(q, k, v, self.shape.page_size), scale_of(self.shape.dim),
+        )  # fmt: skip
 
 
-def listed_plan(
-    rows: AttentionRows, sequences: np.ndarray, heads: int, kv_heads: int, dim: int, page_size: int, each: int = 1
-) -> ListedPlan:
+def listed_plan(q: torch.Tensor, k: torch.Tensor, rows: AttentionRows, sequences: np.ndarray) -> ListedPlan:
     """Made once for a batch."""
-    splits = split_plan(rows, sequences, heads, kv_heads, dim)  # refreshed before what is added here
-    key = ("listed", heads, kv_heads, dim, page_size, each, sequences.tobytes())
+    assert rows.tables is not None, "splits in parallel read pages"
+    (_, heads, dim), (_, page_size, kv_heads, _) = q.shape, k.shape
+    key = ("listed", heads, kv_heads, dim, page_size, sequences.tobytes())
     if key not in rows.plans:
-        items = torch.empty(len(splits.items), LISTED, dtype=torch.int32, device=rows.starts.device)
-        counters = torch.zeros(len(rows.counts) * kv_heads * each + 1, dtype=torch.int32, device=rows.starts.device)
-        rows.plans[key] = plan = ListedPlan(splits, _lister(page_size, torch.cuda.current_device()), items, counters)
+        most = int(rows.counts[sequences].max()) * (heads // kv_heads)
+        assert most <= WARP_ROWS, f"{most} rows x grouped heads of one sequence, but the kernels hold {WARP_ROWS}"
+        splits = split_plan(rows, sequences, heads, kv_heads, dim)  # refreshed before what is added here
+        items = torch.empty(len(splits.items), LISTED, dtype=torch.int32, device=q.device)
+        most_keys = int(rows.most_keys[sequences].max())
+        plan = ListedPlan(AttentionShape(heads, kv_heads, dim, page_size), splits, most_keys, items)
         plan.refresh()
+        rows.plans[key] = plan
     return rows.plans[key]

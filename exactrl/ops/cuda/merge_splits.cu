@@ -36,10 +36,7 @@ __device__ __forceinline__ void merge_columns(const Arguments& a, const Item& it
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_splits(
-    bf16* out, float* lse, int wants_lse, const int* merges, float* partial, float* stats, const int* starts,
-    const int* lengths, int tokens, int held) {
-  Arguments a = {};
-  a.out = out, a.lse = wants_lse ? lse : nullptr, a.partial = partial, a.stats = stats, a.tokens = tokens, a.held = held;
+    const __grid_constant__ Arguments a, const int* merges, const int* starts, const int* lengths) {
   int part = blockIdx.x % PARTS, merged = blockIdx.x / PARTS;
   Item item = {};
   item.sequence = merges[2 * (merged / KV_HEADS)], item.place = merges[2 * (merged / KV_HEADS) + 1];

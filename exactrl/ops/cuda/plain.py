@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from exactrl.ops.qkv import HeadShape
 
 FA3 = "flash_attn_interface"
-COMPILED = ("cuda-decode-tma", "cuda-decode")
+COMPILED = ("cuda-decode",)
 SPLIT = (*COMPILED, "triton-split")
 IN_ORDER = ("hopper", "triton-in-order", "reference")
 """Our kernels by the part of their names before the tile, fastest first (docs/log.md, 2026-11-30)."""

@@ -6,30 +6,28 @@
 // a ring of its own with keys and values, across the borders of blocks and splits. The warps of a block take heads of the
 // same split, so that a multiprocessor reads few pages at a time. merge_splits.cu merges what they store.
 //
-// Compiled with -D DIM, HEADS, KV_HEADS, PAGE_SIZE, KEYS (16 or 32 in one chunk), RING (chunks a warp holds), WARPS, TMA (1:
-// chunks come through the bulk copy engine, 0: by copies of 16 bytes).
+// Follows split_rows.cuh and split_feed.cuh; compiled with the -D of split_items.cuh, RING (chunks a warp holds) and WARPS.
+
+extern __shared__ __align__(128) char memory[];
 
 struct State {
   float acc[STEPS][4], l[4], m[2];  // columns 2t and 2t + 1 of lane 4g + t; l's rows are all equal
 };
 
 __device__ __forceinline__ void add_block(
-    State& x, Feed& feed, Ring& ring, const u32 (&q)[STEPS][2], float scale, int lane, int key0, const int (&limit)[2],
-    bool masked, int length) {
+    State& x, Feed& feed, int& place, const Query& query, float scale, int lane, int key0, const int (&limit)[2],
+    bool masked) {
   float s[BLOCK / 16][4];
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
-    u32 chunk = take(feed, ring);
+    u32 chunk = take(feed, place);
+    s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) s[c * TILES + i][0] = s[c * TILES + i][1] = s[c * TILES + i][2] = s[c * TILES + i][3] = 0;
-#pragma unroll
-    for (int step = 0; step < STEPS; step++)
-#pragma unroll
-      for (int i = 0; i < TILES; i++) {
-        u32 keys[4];
-        load_tile(keys, chunk + place_of(i * 16 + (lane & 15), step * 2 + (lane >> 4)));
-        multiply(s[c * TILES + i], keys, q[step][0], q[step][1]);
-      }
+    for (int step = 0; step < STEPS; step++) {
+      u32 keys[4];
+      load_tile(keys, chunk + place_of(lane & 15, step * 2 + (lane >> 4)));
+      multiply(s[c], keys, query.q[step][0], query.q[step][1]);
+    }
   }
   float mz[2], al[2];
 #pragma unroll
@@ -69,100 +67,39 @@ __device__ __forceinline__ void add_block(
   for (int i = 0; i < BLOCK / 16; i++) multiply(x.l, ones, p[i][0], p[i][1]);
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
-    u32 chunk = take(feed, ring);
-    if (TMA && masked) clear_from(chunk, length - key0 - c * KEYS, lane);
+    u32 chunk = take(feed, place);
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-      u32(&weights)[2] = p[c * TILES + i];
-#pragma unroll
-      for (int j = 0; j < STEPS; j++) {
-        u32 values[4];
-        load_tile_transposed(values, chunk + place_of(i * 16 + (lane & 7) + (lane >> 4) * 8, j * 2 + (lane >> 3 & 1)));
-        multiply(x.acc[j], values, weights[0], weights[1]);
-      }
+    for (int j = 0; j < STEPS; j++) {
+      u32 values[4];
+      load_tile_transposed(values, chunk + place_of((lane & 7) + (lane >> 4) * 8, j * 2 + (lane >> 3 & 1)));
+      multiply(x.acc[j], values, p[c][0], p[c][1]);
     }
   }
 }
 
-// The only split of its sequence, merged into nothing; or, where the plan has no room, NaN.
-__device__ void finish_alone(const Arguments& a, const Item& item, const State& x, int lane) {
-#pragma unroll
-  for (int side = 0; side < 2; side++) {
-    int row = (lane & 3) * 2 + side;
-    if (row >= item.count * GROUP) continue;
-    float m = x.m[side], first = exp2_approx(__fsub_rn(NONE, m)), second = exp2_approx(__fsub_rn(m, m));
-    float l = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.l[side], second));
-    if (item.split < 0) l = __int_as_float(0x7fffffff);
-#pragma unroll
-    for (int j = 0; j < STEPS; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float acc = __fadd_rn(__fmul_rn(0.0f, first), __fmul_rn(x.acc[j][2 * half + side], second));
-        store_out(a, item, row, j * 16 + half * 8 + (lane >> 2), __fdiv_rn(acc, l));
-      }
-    if (lane < 4) store_lse(a, item, row, m, l);
-  }
-}
-
-__device__ void store_partial(const Arguments& a, const Item& item, const State& x, int lane) {
-  u64 place = ((u64)item.place * KV_HEADS + item.head) * a.held;
-#pragma unroll
-  for (int side = 0; side < 2; side++) {
-    int row = (lane & 3) * 2 + side;
-    if (row >= item.count * GROUP) continue;
-    float* into = a.partial + (place + row) * D + (lane >> 2);
-#pragma unroll
-    for (int j = 0; j < STEPS; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) into[j * 16 + half * 8] = x.acc[j][2 * half + side];
-    if (lane < 4) *(float2*)(a.stats + 2 * (place + row)) = make_float2(x.m[side], x.l[side]);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(
-    const bf16* q_rows, const bf16* k, const bf16* v, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, bf16* out, float* lse, int wants_lse, const int* items, const int* item_count,
-    float* partial, float* stats, const int* starts, const int* lengths, const int* tables, int table_width, int tokens,
-    int held, int stride_q, int stride_k, int stride_v, float scale) {
-  const Arguments a = {q_rows, k, v, out, wants_lse ? lse : nullptr, items, item_count, nullptr, partial, stats, starts, lengths,
-                       tables, table_width, tokens, held, stride_q, stride_k, stride_v, scale};
-  extern __shared__ char unaligned[];
-  __shared__ alignas(8) u64 barriers[WARPS][RING];
+extern "C" __global__ void __launch_bounds__(WARPS * LANES) attend_splits(const __grid_constant__ Arguments a) {
   int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, blocks = gridDim.x, total = *a.total * KV_HEADS;
   // Few splits spread over all multiprocessors, many over the warps of a block, too.
   int busy = 1;
   while (busy < WARPS && busy * blocks < total) busy *= 2;
-  int step = blocks * busy, index = warp < busy ? blockIdx.x * busy + warp : total;
-  u32 shared = (shared_address(unaligned) + 1023) & ~1023u;
-  u32 full = shared_address(barriers[warp]);
-  if (lane < RING) barrier_init(full + lane * 8, 1);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  __syncwarp();
-  Feed feed = {a, &k_map, &v_map, shared + warp * RING * CHUNK_BYTES, full, lane, index, step, total};
-  Ring ring;
+  int step = blocks * busy, index = warp < busy ? blockIdx.x * busy + warp : total, place = 0;
+  Feed feed = {a, shared_address(memory) + warp * RING * CHUNK_BYTES, lane, index, step, total};
   feed.open();
   if (feed.index < total && feed.chunks == 0) feed.advance();
 #pragma unroll 1
   for (int i = 0; i < RING - 1; i++) feed.next();
   for (; index < total; index += step) {
-    Item item = item_of(a, index);
+    Item item = item_of(header_of(a, index), index);
     State x = {};
     x.m[0] = x.m[1] = NONE;
-    u32 q[STEPS][2];
-    int row = lane >> 2, limit[2];
-    const bf16* from = a.q + (u64)(item.start + row / GROUP) * a.stride_q + (item.head * GROUP + row % GROUP) * D;
-    for (int i = 0; i < STEPS; i++)
-      for (int half = 0; half < 2; half++)
-        q[i][half] = row < item.count * GROUP ? *(const u32*)(from + i * 16 + half * 8 + (lane & 3) * 2) : 0;
-    int earliest = item.length - item.count + 1;  // keys that the first row sees
+    Query query;
+    load_query(query, a, item, lane);
+    int earliest = item.length - item.count + 1, limit[2];  // keys that the first row sees, and the lane's
     for (int side = 0; side < 2; side++) limit[side] = earliest + ((lane & 3) * 2 + side) / GROUP;
     for (int block = 0; block < item.blocks; block++) {
       int key0 = item.split * SPLIT + block * BLOCK;
-      add_block(x, feed, ring, q, a.scale, lane, key0, limit, key0 + BLOCK > earliest, item.length);
+      add_block(x, feed, place, query, a.scale, lane, key0, limit, key0 + BLOCK > earliest);
     }
-    if (item.split < 0 || splits_of(item) == 1)
-      finish_alone(a, item, x, lane);
-    else
-      store_partial(a, item, x, lane);
+    store_rows<1>(a, item, x.acc, x.l, x.m, 0, lane);
   }
 }

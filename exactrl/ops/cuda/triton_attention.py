@@ -191,7 +191,7 @@ def attend_reference(q, k, v, rows: AttentionRows, out, lse, sequences: np.ndarr
     """AttentionImplementation.attend of the bit reference."""
     t, heads, dim = q.shape
     page_size, (tables, width) = page_size_of(k, rows), table_arguments(rows)
-    listed = torch.from_numpy(sequences.astype(np.int32)).to(q.device)
+    listed = torch.from_numpy(sequences.astype(np.int32)).to(q.device, non_blocking=True)
     size = 64
     grid = (triton.cdiv(int(rows.counts[sequences].max()), size), heads, len(sequences))
     _reference[grid](
@@ -209,7 +209,7 @@ def _tile_list(rows: AttentionRows, sequences: np.ndarray, group: int, tile: Att
         index = np.arange(len(sequence)) - np.repeat(np.cumsum(per) - per, per)
         keys = np.repeat(rows.most_keys[sequences] - counts, per) + (index + 1) * tile.rows // group
         tiles = np.stack([sequence, index], 1)[np.argsort(-keys, kind="stable")].astype(np.int32)
-        rows.plans[key] = _TileList(torch.from_numpy(tiles).to(rows.starts.device))
+        rows.plans[key] = _TileList(torch.from_numpy(tiles).to(rows.starts.device, non_blocking=True))
     return rows.plans[key].tiles
 
 

@@ -8,6 +8,7 @@ made on the device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -169,15 +170,17 @@ class SplitPlan:
         device = rows.starts.device
         capacity = max(len(sequences), int((-(-rows.most_keys[sequences] // SPLIT)).sum()))
         held = int(rows.counts[sequences].max()) * (heads // kv_heads)
+        size, extra = (capacity, kv_heads, held, dim), (capacity, kv_heads, held, 2)
+        floats = rows.workspace.take(math.prod(size) + math.prod(extra), device)
         plan = cls(
             rows,
-            torch.from_numpy(sequences.astype(np.int32)).to(device),
+            torch.from_numpy(sequences.astype(np.int32)).to(device, non_blocking=True),
             torch.empty(capacity, 3, dtype=torch.int32, device=device),
             torch.empty(1, dtype=torch.int32, device=device),
             torch.empty(len(sequences), 2, dtype=torch.int32, device=device),
             torch.empty(len(rows.counts), kv_heads, dtype=torch.int32, device=device),
-            torch.empty(capacity, kv_heads, held, dim, device=device),
-            torch.empty(capacity, kv_heads, held, 2, device=device),
+            floats[: math.prod(size)].view(size),
+            floats[math.prod(size) :].view(extra),
             held,
         )
         plan.refresh()

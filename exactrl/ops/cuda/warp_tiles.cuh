@@ -1,5 +1,5 @@
-// What a warp of the split kernels does in one instruction: tiles to and from the matrix unit, copies, words to a cluster.
-// PTX ISA, sections "ldmatrix", "mma.m16n8k16", "cp.async" and "barrier.cluster". Follows hopper.cuh.
+// What a warp of the split kernels does in one instruction: tiles to and from the matrix unit, copies.
+// PTX ISA, sections "ldmatrix", "mma.m16n8k16" and "cp.async". Follows hopper.cuh.
 
 __device__ __forceinline__ void load_tile(u32 (&a)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -24,13 +24,9 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Copies `bytes` of 16 (or 4), and zeros for the rest: 0 reads nothing.
+// Copies `bytes` of 16, and zeros for the rest: 0 reads nothing.
 __device__ __forceinline__ void copy_16(u32 into, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(into), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void copy_4(u32 into, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(into), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void store_zeros(u32 into) {  // 16 bytes
@@ -44,22 +40,9 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
+// Barriers that were set up become visible to the copy engine.
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// The place in a block of the cluster that has `address` in this one.
-__device__ __forceinline__ u32 in_block(u32 address, int rank) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-
-__device__ __forceinline__ void store_in_cluster(u32 address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }

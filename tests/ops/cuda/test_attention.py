@@ -19,7 +19,13 @@ import torch
 
 from exactrl.contract import AttentionShape, get_contract
 from exactrl.errors import ConfigError, EnvironmentProblem
-from exactrl.ops.cuda.attention import AttentionChoice, AttentionRows, attention_implementations, paged_attention
+from exactrl.ops.cuda.attention import (
+    AttentionChoice,
+    AttentionRows,
+    Workspace,
+    attention_implementations,
+    paged_attention,
+)
 from exactrl.ops.cuda.triton_split_attention import split_plan
 from tests.gpu.attention_inputs import Sequences, draw, run
 
@@ -163,6 +169,26 @@ def test_a_plan_is_made_once_and_follows_lengths_that_grow() -> None:
     for _ in range(2):  # two layers of one step
         found, _ = run(FOUND[SPLIT[0]], data.q[number], data.k_pages, data.v_pages, rows)
         assert torch.equal(found, out[number])
+
+
+def test_batches_share_a_workspace_that_grows() -> None:
+    """Each of both layers of a batch finds in it what another batch has left, or NaN."""
+    data, workspace, batches = sequences(4, 2, 32, (513, 1025)), Workspace(), []
+    out, _ = reference(data)
+    for lengths, of in (([513], [0]), ([1025, 513], [1, 0]), ([600], [1])):
+        counts = np.ones(len(of), int)
+        number, rows = data.last(counts, np.array(lengths), np.array(of))
+        batches.append((number, dataclasses.replace(rows, workspace=workspace)))
+        split_plan(batches[-1][1], np.arange(len(of)), 4, 2, DIM)
+    first, second, third = (next(iter(rows.plans.values())).partial for _, rows in batches)
+    assert second.data_ptr() == third.data_ptr() == workspace.floats.data_ptr() != first.data_ptr()
+    for number, rows in (*batches, *batches[::-1]):
+        found, _ = run(FOUND[SPLIT[0]], data.q[number], data.k_pages, data.v_pages, rows)
+        assert torch.equal(found, out[number])
+        workspace.floats.fill_(torch.nan)
+    held = workspace.floats.numel()
+    assert workspace.take(held + 1, torch.device("cpu")).numel() == held + 1
+    assert workspace.floats.numel() == held * 3 // 2, "growing a little at a time would drop graphs each time"
 
 
 def test_lengths_beyond_what_a_plan_has_room_for_give_nan() -> None:

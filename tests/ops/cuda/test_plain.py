@@ -248,13 +248,14 @@ def test_decode_steps_go_to_our_compiled_kernels_where_they_are_faster(fa3, name
 
 
 def test_our_kernels_are_taken_fastest_first() -> None:
-    """Those with tensor maps before those without, compiled ones before Triton's; what does not serve is left out."""
+    """The one for few splits and many before those for either, compiled ones before Triton's; what does not serve is
+    left out."""
     offered = attention_implementations()
-    names = ("cuda-decode:x", "cuda-decode-tma:y", "hopper")
+    names = ("cuda-split", "cuda-stream", "cuda-decode", "hopper")
     more = {n: SimpleNamespace(name=n, serves=lambda s: s.dim == 128, most_rows=8) for n in names}
     every = {**offered, **more}
     found = our_attention(AttentionShape(32, 8, 128, 64), every)  # type: ignore[arg-type]
-    assert (found.split.name, found.in_order.name, found.split_rows) == ("cuda-decode-tma:y", "hopper", 8)
+    assert (found.split.name, found.in_order.name, found.split_rows) == ("cuda-decode", "hopper", 8)
     found = our_attention(AttentionShape(32, 8, 64, 64), every)  # type: ignore[arg-type]
     kinds = (found.split.name.split(":")[0], found.in_order.name.split(":")[0])
     assert kinds == ("triton-split", "triton-in-order")

@@ -1,4 +1,4 @@
-"""cluster_attention.cu and merge_splits.cu on the host: their text, compiled by g++ against a
+"""split_attention.cu, stream_attention.cu and merge_splits.cu on the host: their text, compiled by g++ against a
 model of the GPU (host/device_on_host.h), must give the bits of the definition written down in numpy with the same
 matrix unit. And who takes few splits, who many.
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
 
 import ctypes
+import functools
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,51 @@ import numpy as np
 import pytest
 import torch
 
-from exactrl.ops.cuda import cluster_attention, decode_attention, listed_splits, merge_splits
-from exactrl.ops.cuda.attention import AttentionRows
+from exactrl.contract import AttentionShape
+from exactrl.ops.cuda import decode_attention, listed_splits, merge_splits, nvrtc, split_attention, stream_attention
+from exactrl.ops.cuda.attention import (
+    HEAD_DIMS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    AttentionRows,
+    attention_implementations,
+)
 from exactrl.ops.cuda.attention_host import scale_of
-from exactrl.ops.cuda.attention_tiles import FEW_OR_MANY, ClusterTile
-from exactrl.ops.cuda.nvrtc import _address, _argument
-from exactrl.ops.cuda.triton_split_attention import SplitPlan, split_plan
+from exactrl.ops.cuda.attention_tiles import StreamTile, WarpTile
+from exactrl.ops.cuda.nvrtc import MAX_SHARED, TensorMap, _address, _argument
+from exactrl.ops.cuda.triton_split_attention import SplitPlan
 from tests.gpu.attention_inputs import Sequences, draw
 
 HOST = Path(__file__).parent / "host"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 BLOCK, SPLIT = 64, 512
+Tile = WarpTile | StreamTile
+
+
+class HostMap(ctypes.Structure):
+    """host/device_on_host.h: TensorMap."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("strides", ctypes.c_uint64 * 4),
+        ("extents", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 4),
+    )
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self)
+
+
+def host_map(pages: torch.Tensor, rows: int) -> TensorMap:
+    count, page_size, kv_heads, dim = pages.shape
+    strides = (1, pages.stride(2), pages.stride(1), pages.stride(0))
+    quadruples = (tuple(strides), (dim, kv_heads, page_size, count), (64, 1, rows, 1))
+    return TensorMap(HostMap(pages.data_ptr(), *quadruples))
 
 
 def library(module: Any, options: list[str], folder: Path) -> ctypes.CDLL:
     name = module.__name__.rsplit(".", 1)[1]
-    text = (listed_splits.FOLDER / f"{name}.cu").read_text()
+    text = "".join((listed_splits.FOLDER / file).read_text() for file in module.FILES)
     kernel, built = folder / "kernel.h", folder / "kernel.so"
     kernel.write_text("\n".join(line for line in text.splitlines() if "extern __shared__" not in line))
     includes = [f"-I{HOST}", f"-I{listed_splits.FOLDER}", f'-DKERNEL="{kernel}"']
@@ -51,13 +82,13 @@ def library(module: Any, options: list[str], folder: Path) -> ctypes.CDLL:
 class HostKernel:
     """nvrtc.Kernel, on the host. `seed` draws the order of threads."""
 
-    def __init__(self, function: Any, seed: int) -> None:
-        self.function, self.seed = function, seed
+    def __init__(self, function: Any, seed: int, shared: int = 0) -> None:
+        self.function, self.seed, self.shared = function, seed, shared
 
-    def launch(self, grid: tuple, threads: int, arguments: Any, cluster: int = 1) -> None:
+    def launch(self, grid: tuple, threads: int, arguments: Any) -> None:
         values = [_argument(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
-        self.function(grid[0], cluster, threads, self.seed, pointers)
+        self.function(grid[0], threads, self.shared, self.seed, pointers)
 
 
 class Definition:
@@ -125,34 +156,51 @@ def expected(data: Sequences, counts: np.ndarray, definition: Definition) -> tup
 
 
 class OnHost:
-    """attend_clusters, whose launches run on the host, `held` clusters at most."""
+    """attend_splits or attend_stream, whose launches run on the host, on `held` multiprocessors."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: ClusterTile, shape: tuple, held: int):
-        self.patch, self.tile, self.held = patch, tile, held
-        self.compiled = library(cluster_attention, cluster_attention.source_options(*shape, tile), folder)
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: Tile, shape: AttentionShape, held: int) -> None:
+        self.patch, self.tile, self.shape = patch, tile, shape
+        self.module = stream_attention if isinstance(tile, StreamTile) else split_attention
+        self.compiled = library(self.module, self.module.source_options(shape, tile), folder)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(type(tile), "of", lambda _: tile)
         patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.compiled.list_on_host, 0))
+        patch.setattr(listed_splits, "multiprocessors", lambda _: held)
+        patch.setattr(stream_attention, "page_map", host_map)
+        patch.setattr(merge_splits, "MANY", 2)  # the longest has three splits
+        patch.setattr(merge_splits, "FEW", 2 if shape.dim == 64 else 8)
+        patch.setattr(merge_splits, "_kernel", functools.cache(lambda *of: self.merge(folder, *of)))
+
+    def merge(self, folder: Path, shape: AttentionShape, parts: int, in_flight: int, _: int) -> HostKernel:
+        into = folder / f"merge-{parts}-{in_flight}"
+        into.mkdir()
+        options = merge_splits.source_options(shape, parts, in_flight)
+        return HostKernel(library(merge_splits, options, into).attend_on_host, 0)
 
     def __call__(self, seed: int, *arguments: Any) -> None:
-        kernel = HostKernel(self.compiled.attend_on_host, seed)
-        self.patch.setattr(cluster_attention, "_kernel", lambda *_: (kernel, self.held))
-        cluster_attention.attend_clusters(*arguments, self.tile)
+        kernel = HostKernel(self.compiled.attend_on_host, seed, self.tile.shared_bytes(self.shape.dim))
+        self.patch.setattr(self.module, "_kernel", lambda *_: kernel)
+        (self.module.attend_stream if self.module is stream_attention else self.module.attend_splits)(*arguments)
 
 
-# tile, heads, kv heads, head dim, page size, clusters at once, peak, rows
+# tile, heads, kv heads, head dim, page size, multiprocessors, peak, rows
 CASES = [
-    (ClusterTile(1), 4, 2, 64, 16, 1, 1.0, 1),
-    (ClusterTile(2), 2, 1, 64, 64, 2, 4.0, 4),
-    (ClusterTile(4), 5, 1, 64, 32, 3, 16.0, 1),
-    (ClusterTile(2), 2, 1, 128, 256, 99, 2.0, 2),
+    (WarpTile(4, 1), 4, 2, 64, 16, 1, 1.0, 1),
+    (WarpTile(3, 1), 2, 1, 64, 64, 2, 4.0, 4),
+    (WarpTile(6, 1), 5, 1, 128, 32, 99, 16.0, 1),
+    (WarpTile(2, 1), 2, 1, 256, 256, 1, 2.0, 2),
+    (StreamTile(2, 1), 4, 2, 64, 16, 1, 1.0, 1),
+    (StreamTile(5, 1), 2, 1, 128, 64, 3, 4.0, 4),
+    (StreamTile(12, 1), 5, 1, 64, 32, 99, 16.0, 1),
+    (StreamTile(3, 2), 2, 1, 256, 256, 1, 2.0, 2),
 ]
 LENGTHS = [1, 70, 512, 577, 1026]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{type(case[0]).__name__}-{case[0].ring}-{case[3]}")
 def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tile, heads, kv_heads, dim, page_size, held, peak, most = case
-    kernel = OnHost(monkeypatch, tmp_path, tile, (heads, kv_heads, dim, page_size), held)
+    kernel = OnHost(monkeypatch, tmp_path, tile, AttentionShape(heads, kv_heads, dim, page_size), held)
     data = draw(LENGTHS, heads, kv_heads, dim, page_size, peak, 0, "cpu")
     counts = np.minimum(most, data.lengths)
     right, right_lse = expected(data, counts, Definition(kernel.compiled))
@@ -167,8 +215,11 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
         assert torch.equal(lse, right_lse)
 
 
-def test_lengths_beyond_what_a_plan_has_room_for_give_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = OnHost(monkeypatch, tmp_path, ClusterTile(1), (2, 1, 64, 64), 4)
+@pytest.mark.parametrize("tile", [WarpTile(4, 1), StreamTile(4, 1)], ids=lambda tile: type(tile).__name__)
+def test_lengths_beyond_what_a_plan_has_room_for_give_nan(
+    tile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = OnHost(monkeypatch, tmp_path, tile, AttentionShape(2, 1, 64, 64), 4)
     data = draw([513, 1025], 2, 1, 64, 64, 1.0, 0, "cpu")
     number, _ = data.last(np.ones(2, int), data.lengths, np.arange(2))
     rows = AttentionRows.build(np.ones(2), data.lengths, data.tables, "cpu", most_keys=np.array([512, 512]))
@@ -203,34 +254,56 @@ def test_the_merge_of_splits(heads, kv_heads, dim, most, in_flight, tmp_path, mo
     data = draw(LENGTHS, heads, kv_heads, dim, 64, 4.0, 0, "cpu")
     counts, asked = np.minimum(most, data.lengths), np.array([0, 1, 3, 4])
     _, rows = data.last(counts, data.lengths, np.arange(len(data.lengths)))
-    plan = split_plan(rows, asked, heads, kv_heads, dim)
-    plan.partial.fill_(float("nan"))
-    parts = -(-plan.held * dim // (merge_splits.THREADS * 4))
-    options = merge_splits.source_options(heads, kv_heads, dim, parts, in_flight)
+    parts = -(-int(counts[asked].max()) * (heads // kv_heads) * dim // (merge_splits.THREADS * 4))
+    options = merge_splits.source_options(AttentionShape(heads, kv_heads, dim, 64), parts, in_flight)
     compiled = library(merge_splits, options, tmp_path)
-    definition = Definition(compiled)
-    store_splits(plan, data, counts, definition)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(listed_splits, "_lister", lambda *_: HostKernel(compiled.list_on_host, 0))
     monkeypatch.setattr(merge_splits, "_kernel", lambda *_: HostKernel(compiled.attend_on_host, 0))
+    plan, definition = listed_splits.listed_plan(data.q, data.k_pages, rows, asked), Definition(compiled)
+    plan.splits.partial.fill_(float("nan"))
+    store_splits(plan.splits, data, counts, definition)
     right, right_lse = expected(data, counts, definition)
     others = np.repeat(np.isin(np.arange(len(counts)), [3, 4], invert=True), counts)
     right[others], right_lse[:, others] = -7.0, -7.0
     out, lse = torch.full_like(right, -7.0), torch.full_like(right_lse, -7.0)
-    merge_splits.merge_splits(plan, 512, heads, kv_heads, out, lse)
+    arguments = plan.arguments(data.q[: len(out)], data.k_pages, data.v_pages, out, lse)
+    merge_splits.merge_splits(replace(plan, most_keys=512), arguments)
     assert (out == -7).all(), "no sequence can have more than one split"
-    merge_splits.merge_splits(plan, max(LENGTHS), heads, kv_heads, out, lse)
+    merge_splits.merge_splits(plan, arguments)
     assert torch.equal(out, right)
     assert torch.equal(lse, right_lse)
 
 
-@pytest.mark.parametrize(("lengths", "taken"), [([512] * 66, "clusters"), ([512] * 65 + [513], "warps")])
-def test_more_splits_than_multiprocessors_go_to_warps(lengths, taken, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dim", [dim for dim in HEAD_DIMS if dim >= 64])
+@pytest.mark.parametrize("kind", [WarpTile, StreamTile])
+def test_as_many_blocks_fit_a_multiprocessor_as_a_tile_says(kind: type[Tile], dim: int) -> None:
+    shared = kind.of(dim).shared_bytes(dim)
+    assert shared <= MAX_SHARED
+    assert kind.of(dim).ctas * (shared + RESERVED_BYTES) <= SHARED_BYTES
+
+
+def test_what_is_offered_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+    offered = {n: i for n, i in attention_implementations().items() if n.startswith("cuda-")}
+    assert list(offered) == ["cuda-split", "cuda-stream", "cuda-decode"]
+    assert offered["cuda-decode"].attend is decode_attention.attend_few_or_many
+    shapes = [AttentionShape(8, 2, dim, page) for dim in HEAD_DIMS for page in (0, 16, 64, 256)]
+    for i in offered.values():
+        assert (i.kind, i.most_rows) == ("split", 8)
+        assert [s for s in shapes if i.serves(s)] == [s for s in shapes if s.page_size and s.dim >= 64]
+        assert [i.serves(AttentionShape(group, 1, 64, 64)) for group in (8, 9)] == [True, False]
+
+
+@pytest.mark.parametrize(("last", "taken"), [(512, "stream"), (513, "splits")])
+def test_more_splits_than_some_for_each_multiprocessor_go_to_warps(last, taken, monkeypatch) -> None:
     calls = []
-    monkeypatch.setattr(decode_attention, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(decode_attention, "attend_clusters", lambda *a: calls.append(("clusters", a[-1])))
-    monkeypatch.setattr(decode_attention, "attend_splits", lambda *a: calls.append(("warps", a[-1])))
-    q, k, lengths = torch.zeros(67, 4, 128), torch.zeros(1, 64, 2, 128), np.array([*lengths, 9999])
-    rows = AttentionRows.build(np.ones(67), lengths, np.zeros((67, 200), np.int32), "cpu")
-    tile = FEW_OR_MANY[0]
-    decode_attention.attend_few_or_many(q, k, k, rows, q, None, np.arange(66), tile)  # the last is not asked for
-    assert calls == [(taken, ClusterTile(2) if taken == "clusters" else tile)]
+    monkeypatch.setattr(decode_attention, "multiprocessors", lambda _: 4)
+    monkeypatch.setattr(decode_attention, "attend_stream", lambda *_: calls.append("stream"))
+    monkeypatch.setattr(decode_attention, "attend_splits", lambda *_: calls.append("splits"))
+    count = decode_attention.FEW * 4 // 2  # of two kv heads
+    lengths = np.array([512] * (count - 1) + [last, 9999])
+    rows = AttentionRows.build(np.ones(count + 1), lengths, np.zeros((count + 1, 200), np.int32), "cpu")
+    q, k = torch.zeros(count + 1, 4, 128), torch.zeros(1, 64, 2, 128)
+    decode_attention.attend_few_or_many(q, k, k, rows, q, None, np.arange(count))  # the last is not asked for
+    assert calls == [taken]

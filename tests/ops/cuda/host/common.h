@@ -2,7 +2,7 @@
 // Compiled with the -D of the kernel and KERNEL, its text without shared memory's declaration.
 #include "device_on_host.h"
 #include "split_items.cuh"
-#include "listed_items.cuh"
+#include "list_splits.cu"
 #include KERNEL
 
 static void** given;
@@ -10,9 +10,14 @@ static void** given;
 template <typename T>
 static T argument(int i) { return *(T*)given[i]; }
 
-extern "C" void list_on_host(int grid, int cluster_blocks, int threads, int seed, void** arguments) {
+static void launch_with(void** arguments, int seed, int grid, int threads, int shared_bytes, void (*kernel)()) {
   given = arguments;
-  launch(grid, cluster_blocks, threads, 0, [] {
+  random_number.seed(seed);
+  launch(grid, threads, shared_bytes, kernel);
+}
+
+extern "C" void list_on_host(int grid, int threads, int shared_bytes, int seed, void** arguments) {
+  launch_with(arguments, seed, grid, threads, shared_bytes, [] {
     list_items(
         argument<int*>(0), argument<int*>(1), argument<int*>(2), argument<int*>(3), argument<int*>(4), argument<int>(5),
         argument<int*>(6));

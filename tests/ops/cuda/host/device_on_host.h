@@ -1,9 +1,11 @@
 // CUDA's model on the host, for kernels whose machine instructions are the functions of warp_tiles.cuh and hopper.cuh.
 //
-// Every thread of a cluster is a fiber. What waits for others hands over to a fiber drawn at random, so that a missing
-// barrier shows as wrong bits under some seed, and some warps seldom get a turn; copies to shared memory are carried out no earlier than they are waited for,
-// shared memory starts as noise, and a barrier that cannot be passed ends the program. Clusters run one after another, the
-// last one first. A product of the matrix unit is 16 products and one accumulator added in double, rounded once.
+// Every thread of a block is a fiber. What waits for others hands over to a fiber drawn at random, so that a missing
+// barrier shows as wrong bits under some seed, and some warps seldom get a turn; copies to shared memory are carried out when
+// they are issued or when they are waited for, shared memory starts as noise, and a barrier that cannot be passed ends the program. So
+// does a copy of the engine to where a thread has loaded tiles or stored zeros and not fenced them since: the engine may
+// overtake them, whatever barriers say. Blocks run one after another, the last one first. A product of the matrix unit is
+// 16 products and one accumulator added in double, rounded once.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -13,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <random>
 #include <vector>
 
@@ -20,7 +23,8 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define memory (blocks[self->block].shared.data())
+#define __grid_constant__
+#define memory (block.shared.data())
 #define NONE (-INFINITY)
 using u32 = unsigned;
 using u64 = unsigned long long;
@@ -41,7 +45,7 @@ static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 struct Copy {
   char* into;
   const char* from;
-  int size, bytes;
+  int bytes;
 };
 
 struct Fiber;
@@ -53,41 +57,62 @@ struct Barrier {
   Fibers waiting = {};
 };
 
+struct Counter {  // mbarrier
+  int arrivals, pending, bytes = 0;
+  u32 phase = 0;
+  Fibers waiting = {};
+};
+
+struct TensorMap {  // of bf16; innermost dimension first
+  char* base;
+  u64 strides[4], extents[4];
+  u32 box[4];
+};
+
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 16);
-  int block, id;
+  int id;
   const char* waits_for;
   u32 which;
-  bool arrived = false, done = false;  // at the cluster's barrier; with the kernel
-  u64 phase = 0;
+  bool done = false;
+  std::vector<u32> unfenced = {};
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
 
 struct Block {
   std::vector<char> shared;
+  std::vector<int> unfenced;  // accesses to each 16 bytes that the copy engine may overtake
   Barrier barrier;
   std::vector<Barrier> warps;
   std::vector<u64> exchanged;  // three words of each thread
+  std::map<u32, Counter> counters;
+  std::map<int, Barrier> named;
+};
+
+struct Box {  // a copy of the engine, carried out at some time
+  u32 into, barrier;
+  const TensorMap* map;
+  int at[4];
 };
 
 static std::mt19937 random_number;
-static std::vector<Block> blocks;
-static Barrier cluster;
+static Block block;
+static std::vector<Box> boxes;
 static Fiber* self;
 static Fibers ready;  // to go on
 static ucontext_t scheduler;
 static int block_threads;
-static u32 first_block;
+static u32 block_index;
 static Index gridDim;
 static void (*entry)();
 
 #define threadIdx (Index{(u32)self->id})
-#define blockIdx (Index{first_block + self->block})
+#define blockIdx (Index{block_index})
 
 [[noreturn]] static void fail(const char* what) {
-  fprintf(stderr, "block %d, thread %d: %s\n", self->block, self->id, what);
+  fprintf(stderr, "block %u, thread %d: %s\n", block_index, self->id, what);
   exit(3);
 }
 
@@ -112,12 +137,12 @@ static void meet(Barrier& barrier, int count) {
     while (barrier.phase == phase) wait_in(barrier.waiting, "threads", count);
 }
 
-static void __syncthreads() { meet(blocks[self->block].barrier, block_threads); }
+static void __syncthreads() { meet(block.barrier, block_threads); }
+static void __syncwarp() { meet(block.warps[self->id / 32], 32); }
 
 // All lanes of a warp give words; `read` sees those of every lane.
 template <int N, typename Read>
 static void exchange(const u64 (&mine)[N], Read read) {
-  Block& block = blocks[self->block];
   u64* words = &block.exchanged[self->id / 32 * 96];
   for (int i = 0; i < N; i++) words[self->id % 32 * 3 + i] = mine[i];
   meet(block.warps[self->id / 32], 32);
@@ -139,43 +164,31 @@ static T __shfl_sync(u32, T x, int lane) { return shuffled(x, lane); }
 template <typename T>
 static T __shfl_xor_sync(u32, T x, int mask) { return shuffled(x, self->id % 32 ^ mask); }
 
-// An address in shared memory: the offset, and in the upper byte 1 + the block of the cluster where it is not the own one.
+// An address in shared memory: the offset.
 static u32 shared_address(const void* p) { return (const char*)p - memory; }
-static u32 in_block(u32 address, int rank) { return address | (u32)(rank + 1) << 24; }
-static u32 cluster_rank() { return self->block; }
-
 static char* place(u32 address, int size) {
-  std::vector<char>& shared = blocks[address >> 24 ? (address >> 24) - 1 : self->block].shared;
-  u32 offset = address & 0xffffff;
-  if (offset + size > shared.size()) fail("an address outside shared memory");
-  if (offset % size) fail("an address that is not aligned");
-  return shared.data() + offset;
+  if (address + size > block.shared.size()) fail("an address outside shared memory");
+  if (address % size) fail("an address that is not aligned");
+  return block.shared.data() + address;
 }
 
-static void store_in_cluster(u32 address, float value) {
-  memcpy(place(address, 4), &value, 4);
-  if (random_number() % 64 == 0) hand_over();
+static void touch(u32 address) {
+  self->unfenced.push_back(address / 16);
+  block.unfenced[address / 16]++;
 }
 
-static void cluster_arrive() {
-  if (self->arrived) fail("arrived twice at the cluster's barrier");
-  self->arrived = true, self->phase = cluster.phase;
-  if (++cluster.arrived == block_threads * (int)blocks.size()) cluster.arrived = 0, cluster.phase++, wake(cluster.waiting);
-}
-
-static void cluster_wait() {
-  if (!self->arrived) fail("waits at the cluster's barrier without having arrived");
-  while (cluster.phase == self->phase) wait_in(cluster.waiting, "the cluster");
-  self->arrived = false;
+static void land(const Copy& copy) {
+  memset(copy.into, 0, 16);
+  if (copy.bytes) memcpy(copy.into, copy.from, copy.bytes);
 }
 
 static void copy_16(u32 into, const void* from, int bytes) {
   if ((uintptr_t)from % 16) fail("a copy of 16 bytes that is not aligned");
-  self->open.push_back({place(into, 16), (const char*)from, 16, bytes});
-}
-
-static void copy_4(u32 into, const void* from, int bytes) {
-  self->open.push_back({place(into, 4), (const char*)from, 4, bytes});
+  Copy copy = {place(into, 16), (const char*)from, bytes};
+  if (random_number() % 2)
+    land(copy);
+  else
+    self->open.push_back(copy);
 }
 
 static void copies_commit() {
@@ -186,10 +199,78 @@ static void copies_commit() {
 template <int PENDING>
 static void copies_wait() {
   for (; self->groups.size() > PENDING; self->groups.pop_front())
-    for (const Copy& copy : self->groups.front()) {
-      memset(copy.into, 0, copy.size);
-      if (copy.bytes) memcpy(copy.into, copy.from, copy.bytes);
+    for (const Copy& copy : self->groups.front()) land(copy);
+}
+
+static void store_zeros(u32 into) {
+  touch(into);
+  memset(place(into, 16), 0, 16);
+}
+
+static void named_sync(int id, int threads) { meet(block.named[id], threads); }
+static void fence_async_shared() {
+  for (u32 at : self->unfenced) block.unfenced[at]--;
+  self->unfenced.clear();
+}
+static void barriers_ready() {}
+static void prefetch_map(const TensorMap*) {}
+
+static Counter& counter(u32 barrier) {
+  auto found = block.counters.find(barrier);
+  if (found == block.counters.end()) fail("a barrier that was not set up");
+  return found->second;
+}
+
+static void settle(Counter& c) {
+  if (c.pending < 0) fail("more arrivals at a barrier than it counts");
+  if (c.pending == 0 && c.bytes == 0) c.pending = c.arrivals, c.phase++, wake(c.waiting);
+}
+
+static void barrier_init(u32 barrier, int arrivals) { block.counters[barrier] = {arrivals, arrivals}; }
+
+static void barrier_arrive(u32 barrier) {
+  Counter& c = counter(barrier);
+  c.pending--;
+  settle(c);
+  if (random_number() % 8 == 0) hand_over();
+}
+
+static void barrier_expect(u32 barrier, u32 bytes) {
+  counter(barrier).bytes += bytes;
+  barrier_arrive(barrier);
+}
+
+static void barrier_wait(u32 barrier, u32 phase) {
+  Counter& c = counter(barrier);
+  while ((c.phase & 1) == phase) wait_in(c.waiting, "barrier", barrier);
+}
+
+static void copy_box(u32 into, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
+  boxes.push_back({into, barrier, map, {c0, c1, c2, c3}});
+}
+
+// Rows of 128 bytes, 16-byte segments exchanged by the row's place in an atom of 1024 bytes. Returns the bytes.
+static int copy_rows(const Box& box) {
+  const TensorMap& map = *box.map;
+  int rows = map.box[2], bytes = 0;
+  for (int row = 0; row < rows; row++)
+    for (u32 segment = 0; segment < map.box[0] / 8; segment++, bytes += 16) {
+      u64 from = box.at[0] * map.strides[0] + segment * 8 + box.at[1] * map.strides[1] + (box.at[2] + row) * map.strides[2] +
+                 box.at[3] * map.strides[3];
+      if (box.at[2] + row >= (int)map.extents[2] || (u64)box.at[3] >= map.extents[3]) fail("a box outside the tensor");
+      u32 into = box.into + row * 128 + segment * 16;
+      into ^= into >> 3 & 0x70;
+      if (into + 16 > block.shared.size()) fail("a box outside shared memory");
+      if (block.unfenced[into / 16]) fail("a box overtakes loads or stores that were not fenced");
+      memcpy(&block.shared[into], map.base + from * 2, 16);
     }
+  return bytes;
+}
+
+static void carry_out(const Box& box) {
+  Counter& c = counter(box.barrier);
+  c.bytes -= copy_rows(box);
+  settle(c);
 }
 
 static float bits_to_float(u32 x) {
@@ -213,7 +294,9 @@ static void load_matrices(u32 (&a)[4], u32 address, bool transpose) {
       for (int j = 0; j < 2; j++) {
         int row = lane / 4, column = lane % 4 * 2 + j;
         if (transpose) std::swap(row, column);
-        memcpy(&pair[j], place((u32)words[(i * 8 + row) * 3], 16) + column * 2, 2);
+        u32 address = (u32)words[(i * 8 + row) * 3];
+        touch(address);
+        memcpy(&pair[j], place(address, 16) + column * 2, 2);
       }
       a[i] = pair[0] | (u32)pair[1] << 16;
     }
@@ -249,6 +332,19 @@ static bf16 to_bf16(float x) {
   return std::isnan(x) ? 0x7fff : (y + 0x7fff + (y >> 16 & 1)) >> 16;
 }
 
+// Lane l gives row l / 4, elements l % 4 * 2 and the next.
+static u32 transposed(u32 x) {
+  u32 y = 0;
+  int lane = self->id % 32;
+  exchange({x}, [&](const u64* words) {
+    for (int j = 0; j < 2; j++) {
+      int row = lane % 4 * 2 + j, column = lane / 4;
+      y |= (u32)(words[(row * 4 + column / 2) * 3] >> 16 * (column % 2) & 0xffff) << 16 * j;
+    }
+  });
+  return y;
+}
+
 static u32 pack(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
@@ -256,18 +352,11 @@ static float __fsub_rn(float a, float b) { return a - b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __int_as_float(int x) { return bits_to_float((u32)x); }
 static float log_sum_exp(float max, float sum) { return (max + log2f(sum)) * 0.693147182464599609375f; }
-static void __threadfence() {}
-static int atomicAdd(int* p, int n) {
-  int before = *p;
-  *p += n;
-  return before;
-}
 template <typename T>
 static T __ldcg(const T* p) { return *p; }
 
 static void run_fiber() {
   entry();
-  if (self->arrived) fail("ends before it has waited at the cluster's barrier");
   self->done = true;
   swapcontext(&self->context, &scheduler);
 }
@@ -280,18 +369,20 @@ static T draw(std::vector<T>& from) {
   return drawn;
 }
 
-static void run_cluster(std::vector<Fiber>& fibers) {
+static void run_block(std::vector<Fiber>& fibers) {
   for (Fiber& fiber : fibers) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
-    fiber.arrived = fiber.done = false, fiber.open.clear(), fiber.groups.clear();
+    fiber.done = false, fiber.open.clear(), fiber.groups.clear(), fiber.unfenced.clear();
     ready.push_back(&fiber);
   }
   std::vector<bool> slow(fibers.size() / 32);
   for (size_t i = 0; i < slow.size(); i++) slow[i] = random_number() % 4 == 0;
-  while (!ready.empty()) {
+  while (!ready.empty() || !boxes.empty()) {
+    if (!boxes.empty() && (ready.empty() || random_number() % 64 == 0)) carry_out(draw(boxes));
+    if (ready.empty()) continue;
     self = draw(ready);
     if (slow[(self - fibers.data()) / 32] && random_number() % 64) {
       ready.push_back(self);
@@ -301,16 +392,16 @@ static void run_cluster(std::vector<Fiber>& fibers) {
   }
 }
 
-static void launch(u32 grid, u32 cluster_blocks, int threads, int shared_bytes, void (*kernel)()) {
-  entry = kernel, block_threads = threads, gridDim = {grid};
-  std::vector<Fiber> fibers(cluster_blocks * threads);
-  for (u32 i = 0; i < fibers.size(); i++) fibers[i].block = i / threads, fibers[i].id = i % threads;
-  for (int first = grid - cluster_blocks; first >= 0; first -= cluster_blocks) {
-    first_block = first, cluster = {};
-    blocks.assign(cluster_blocks, {std::vector<char>(shared_bytes), {}, std::vector<Barrier>(threads / 32), std::vector<u64>(threads * 3)});
-    for (Block& block : blocks)
-      for (char& c : block.shared) c = random_number();
-    run_cluster(fibers);
+static void launch(int grid, int threads, int shared_bytes, void (*kernel)()) {
+  entry = kernel, block_threads = threads, gridDim = {(u32)grid};
+  std::vector<Fiber> fibers(threads);
+  for (int i = 0; i < threads; i++) fibers[i].id = i;
+  for (int index = grid - 1; index >= 0; index--) {
+    block_index = index, block = {};
+    block.shared.resize(shared_bytes), block.unfenced.resize(shared_bytes / 16 + 1);
+    block.warps.resize(threads / 32), block.exchanged.resize(threads * 3);
+    for (char& c : block.shared) c = random_number();
+    run_block(fibers);
     for (Fiber& fiber : fibers)
       if (!fiber.done) fprintf(stderr, "thread %d waits for %s %u\n", fiber.id, fiber.waits_for, fiber.which);
     for (Fiber& fiber : fibers)
