@@ -10,8 +10,8 @@ sync        Engine.load_weights from tensors on the device
 sleep       Engine.sleep, and how much longer the first tokens after it take
 table       kernels of one decode step at 1, 32 and 256 sequences, context 768; off-table: with exactness off
 scheduler   the scheduler's share of a step at 1,024 sequences
-sglang      the workloads of `ours`, with `rolling` that one, too, in SGLang, default and rl_on_policy_target=fsdp
-            (bench/rollout_sglang.py)
+sglang      the workloads of `ours`, with `rolling` or `--rolling` that one, too, in SGLang, default and
+            rl_on_policy_target=fsdp (bench/rollout_sglang.py)
 
 Each part (each mode of a part) is a process of its own, so that none finds another's memory, flags or caches, and each
 says how long it took from its start to its first token. Floor: one reading of weights and cached keys in each step at
@@ -60,10 +60,10 @@ PARTS = ("ours", "off", "rolling", "sync", "sleep", "table", "off-table", "sched
 CONTEXT = 768
 
 
-def jobs_of(part: str) -> list[str]:
-    """The processes of a part."""
+def jobs_of(part: str, modes: Sequence[str] = tuple(MODES)) -> list[str]:
+    """The processes of a part; `modes` of SGLang."""
     if part == "sglang":
-        return [f"sglang {mode}" for mode in MODES]
+        return [f"sglang {mode}" for mode in modes]
     return [f"{part} on", f"{part} off"] if part in ("nano", "rolling") else [part]
 
 
@@ -88,7 +88,9 @@ def work_of(job: str, arguments: argparse.Namespace) -> Sequence[Workload]:
         return rolling
     if job == "sleep":
         return standard[:1]
-    return [*standard, *(rolling if job.startswith("sglang") and "rolling" in arguments.part else [])]
+    if job.startswith("sglang") and ("rolling" in arguments.part or arguments.rolling):
+        return [*standard, *rolling]
+    return standard
 
 
 def measured(part: str, setup: Setup, work: Sequence[Workload], repeats: int, began: float) -> Iterator[Row]:
@@ -230,6 +232,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--context", type=int, default=CONTEXT, help="of the table's sequences, in tokens")
     found.add_argument("--chunk-tokens", type=int, default=16384)
     found.add_argument("--engine", type=option, nargs="+", default=[], metavar="NAME=VALUE", help="of Engine(...)")
+    found.add_argument("--sglang-modes", nargs="+", choices=tuple(MODES), default=list(MODES))
     found.add_argument("--sglang-python", default=sys.executable)
     found.add_argument("--sglang-path", help="PYTHONPATH of SGLang's process")
     found.add_argument("--job", help=argparse.SUPPRESS)
@@ -243,7 +246,7 @@ def main() -> None:
     if arguments.job:
         run_here(arguments.job, arguments)
         return
-    jobs = [job for part in arguments.part for job in jobs_of(part)]
+    jobs = [job for part in arguments.part for job in jobs_of(part, arguments.sglang_modes)]
     path = RESULTS / f"rollout-{arguments.machine}.json"
     rows, revision = kept_rows(path, jobs) if arguments.add else [], git_revision()
     config = setup_of("ours", arguments).config()

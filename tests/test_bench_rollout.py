@@ -72,10 +72,11 @@ def test_lengths_of_the_mixed_workload() -> None:
 def test_a_rolling_workload_keeps_half_of_its_sequences_waiting() -> None:
     work = Workload.rolling(5, 2, 4)
     assert (work.concurrent, work.prompts) == (3, Workload.mixed(5, 2, 4).prompts)
-    arguments = rollout.parser().parse_args(["--part", "ours", "sglang", "--rolling", "5:2:4"])
-    assert [w.name for w in rollout.work_of("sglang default", arguments)] == ["256", "32", "1"]
-    arguments.part = ["rolling", "sglang"]
-    assert [w.name for w in rollout.work_of("sglang default", arguments)] == ["256", "32", "1", "5 rolling"]
+    for given, names in ([], []), (["--rolling", "5:2:4"], ["5 rolling"]), (["--part", "rolling"], ["512 rolling"]):
+        arguments = rollout.parser().parse_args(given)
+        assert [w.name for w in rollout.work_of("sglang default", arguments)] == ["256", "32", "1", *names]
+    assert rollout.jobs_of("sglang") == ["sglang default", "sglang on-policy"]
+    assert rollout.jobs_of("sglang", ["default"]) == ["sglang default"]
     assert rollout.setup_of("rolling on", arguments).exact
     assert not rollout.setup_of("rolling off", arguments).exact
     equal = Workload.equal(6, 10, 4)
