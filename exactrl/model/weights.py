@@ -12,7 +12,7 @@ from exactrl.errors import ModelError
 from exactrl.model.config import ModelConfig
 from exactrl.model.qwen3 import Qwen3
 from exactrl.ops import Ops
-from exactrl.ops.checksum import checksum
+from exactrl.ops.checksum import checksums
 from exactrl.ops.cpu.jit import flat
 from exactrl.ops.weight import Weight
 
@@ -123,10 +123,23 @@ def compute_digest(model: Qwen3) -> str:
 def digest_of(items: Iterable[tuple[str, list[torch.Tensor]]]) -> str:
     """Digest of named tensors: names, dtypes, shapes and bytes, in order. Of bytes on a GPU a checksum made there."""
     h = hashlib.blake2b(digest_size=16)
+    waiting: list[tuple[bytes, torch.Tensor]] = []  # headers and tensors of a GPU, whose sums are read together
+
+    def add_waiting() -> None:
+        for (header, _), found in zip(waiting, checksums([tensor for _, tensor in waiting]), strict=True):
+            h.update(header + found)
+        waiting.clear()
+
     for name, tensors in items:
         for tensor in tensors:
-            h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            h.update(checksum(tensor) if tensor.is_cuda else flat(tensor.contiguous()).data)
+            header = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+            if tensor.is_cuda:
+                waiting.append((header, tensor))
+            else:
+                add_waiting()
+                h.update(header)
+                h.update(flat(tensor.contiguous()).data)
+    add_waiting()
     return h.hexdigest()
 
 

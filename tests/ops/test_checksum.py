@@ -40,6 +40,12 @@ def test_order_decides() -> None:
     assert len(seen | {checksum(swapped)}) == 65
 
 
+def test_several_at_once_are_each_their_own() -> None:
+    tensors = [torch.arange(n, dtype=torch.float32) for n in (5, 0, 8)]
+    assert module.checksums(tensors) == [checksum(x) for x in tensors]
+    assert module.checksums([]) == []
+
+
 def test_chunks_change_nothing(monkeypatch) -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     found = checksum(x)
