@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from exactrl.engine.capture import Capture, Replay
 from exactrl.engine.decode_graphs import rows_of
 from exactrl.model.attention_state import CacheState, Tensors
+from exactrl.model.cuda_attention_state import CudaPagedState
 from exactrl.model.qwen3 import Qwen3
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ class _Cut:
     """The attention state of a forward that is captured: a layer's queries go to `queries`, then the piece ends; the
     next one finds the layer's attention in `attended`."""
 
-    cache: CacheState
+    cache: CudaPagedState
     rows: _Rows
     queries: torch.Tensor
     attended: torch.Tensor
     cut: Callable[[], None]
 
     def qkv(self, layer: int, x: torch.Tensor, heads: HeadArguments, seen: bool) -> Tensors:
-        self.cache.rows = self.rows
+        self.cache.rows = cast("CudaRows", self.rows)
         return self.cache.qkv(layer, x, heads, seen)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
@@ -71,7 +72,7 @@ class PiecewiseGraphs:
 
     def __init__(self, model: Qwen3, cache: CacheState, max_tokens: int, capture: Capture) -> None:
         """`max_tokens`: prompt + response of the longest sequence."""
-        self.model, self.cache, self._capture = model, cache, capture
+        self.model, self.cache, self._capture = model, cast(CudaPagedState, cache), capture
         self._pieces: dict[int, _Pieces] = {}
         shape = (MOST_TOKENS, model.shape.heads, model.shape.dim)  # of all sizes: one layer's are in use at a time
         self._queries, self._attended = (
@@ -96,11 +97,12 @@ class PiecewiseGraphs:
         for into, given in ((pieces.ids, ids), (pieces.positions, positions), (pieces.slots, rows.slots)):
             into[:count] = given
         pieces.slots[count:] = -1  # ids and positions may be those of an earlier step
+        queries, attended = self._queries[:count], self._attended[:count]
         *layers, last = pieces.replays
         for layer, replay in enumerate(layers):
             replay()
             self.cache.rows = rows
-            self._attended[:count] = self.cache.attend(layer, self._queries[:count], None, None)
+            self.cache.attend_into(layer, queries, attended)
         last()
         return pieces.hidden[:count]
 

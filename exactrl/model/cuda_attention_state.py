@@ -56,6 +56,10 @@ class CudaPagedState:
                 pages.flatten(0, 1)[self.rows.slots] = given
         return self.ops.paged_attention(q, self.rows, self.pages[layer])
 
+    def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """As `attend` where the cache has keys and values already; the result goes to `out`."""
+        self.ops.paged_attention(q, self.rows, self.pages[layer], out)
+
     def give_back(self) -> None:
         """Gives the memory back; addresses, and graphs captured with them, stay."""
         if self._memory is not None:

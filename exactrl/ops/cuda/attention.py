@@ -238,15 +238,31 @@ def paged_attention(
     rows: AttentionRows,
     choice: AttentionChoice,
     lse: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, H, D] against pages k, v [pages, page_size, HK, D] -> [T, H, D]. `lse` fp32 [H, T] is filled when given."""
-    out = torch.empty_like(q)
-    group = q.shape[1] // k.shape[-2]
-    few = (rows.counts > 0) & (rows.counts * group <= choice.split_rows)
-    for implementation, chosen in ((choice.split, few), (choice.in_order, (rows.counts > 0) & ~few)):
-        if chosen.any():
-            implementation.attend(q, k, v, rows, out, lse, np.flatnonzero(chosen))
+    """q [T, H, D] against pages k, v [pages, page_size, HK, D] -> [T, H, D], `out` when given. `lse` fp32 [H, T] is
+    filled when given."""
+    if out is None:
+        out = torch.empty_like(q)
+    for implementation, sequences in _shares(rows, choice, q.shape[1] // k.shape[-2]):
+        implementation.attend(q, k, v, rows, out, lse, sequences)
     return out
+
+
+class _Shares(list[tuple[AttentionImplementation, np.ndarray]]):
+    """Which implementation computes which sequences of a batch, in every layer."""
+
+    def refresh(self) -> None:
+        """Nothing: it follows from numbers of rows, which stay."""
+
+
+def _shares(rows: AttentionRows, choice: AttentionChoice, group: int) -> _Shares:
+    key = ("shares", choice.split.name, choice.in_order.name, choice.split_rows, group)
+    if key not in rows.plans:
+        some, few = rows.counts > 0, rows.counts * group <= choice.split_rows
+        parts = ((choice.split, np.flatnonzero(some & few)), (choice.in_order, np.flatnonzero(some & ~few)))
+        rows.plans[key] = _Shares(part for part in parts if len(part[1]))
+    return rows.plans[key]
 
 
 class _PackedAttention(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from exactrl.ops.cuda.nvrtc import TensorMap, tensor_map
 
 
+@functools.cache
 def scale_of(dim: int) -> float:
     """log2(e) / sqrt(D), rounded to fp32."""
     return float(np.float32(math.log2(math.e) / math.sqrt(dim)))

@@ -193,10 +193,11 @@ class CudaOps:
         return [(k, v) for k, v in every], memory
 
     def paged_attention(
-        self, q: torch.Tensor, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        """q [T, H, D] -> [T, H, D]."""
-        return paged_attention(q, *pages, rows.attention, self._choice(q, pages[0]))
+        self, q: torch.Tensor, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """q [T, H, D] -> [T, H, D], `out` when given."""
+        return paged_attention(q, *pages, rows.attention, self._choice(q, pages[0]), out=out)
 
     def packed_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: CudaRows) -> torch.Tensor:
         """q [T, H, D], k, v [T, HK, D] of whole sequences -> [T, H, D]. Differentiable."""
@@ -204,7 +205,10 @@ class CudaOps:
         return packed_attention(q, k, v, rows.attention, self._choice(q, k).in_order)
 
     def _choice(self, q: torch.Tensor, k: torch.Tensor) -> AttentionChoice:
-        return self.attention(replace(shape_of(q, k), order=self.contract.attention))
+        shape = shape_of(q, k)
+        if shape.order != self.contract.attention:
+            shape = replace(shape, order=self.contract.attention)
+        return self.attention(shape)
 
 
 def certified_ops(contract: Contract, linears: Sequence[LinearShape], attention: Sequence[AttentionShape]) -> CudaOps:

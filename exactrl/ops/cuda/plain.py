@@ -55,11 +55,13 @@ class PlainOps(CudaOps):
     exact = False
 
     def paged_attention(
-        self, q: torch.Tensor, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, rows: CudaRows, pages: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         if self._fa3_serves(q.shape[1], pages[0].shape[2], q.shape[2]) and not self._ours_is_faster(q, pages[0], rows):
-            return fa3_paged(q, *pages, rows.attention)
-        return CudaOps.paged_attention(self, q, rows, pages)  # super() does not know a class with slots
+            found = fa3_paged(q, *pages, rows.attention)
+            return found if out is None else out.copy_(found)
+        return CudaOps.paged_attention(self, q, rows, pages, out)  # super() does not know a class with slots
 
     def packed_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: CudaRows) -> torch.Tensor:
         if self._fa3_serves(q.shape[1], k.shape[1], q.shape[2]):
