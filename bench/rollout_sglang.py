@@ -64,8 +64,8 @@ def main() -> None:
     weights = any(Path(model).glob("*.safetensors"))
     engine = sglang.Engine(
         model_path=model, skip_tokenizer_init=True, dtype="bfloat16", attention_backend="fa3", mem_fraction_static=0.8,
-        disable_radix_cache=True, log_level="warning", context_length=40960, grammar_backend="none", random_seed=1,
-        cuda_graph_max_bs=256, max_running_requests=256, chunked_prefill_size=16384,
+        disable_radix_cache=True, log_level="warning", grammar_backend="none", random_seed=1,
+        cuda_graph_max_bs_decode=256, max_running_requests=256, chunked_prefill_size=16384,
         load_format="auto" if weights else "dummy", **MODES[mode],
     )  # fmt: skip
     seconds = round(time.time() - began, 1)
