@@ -6,14 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from exactrl.ops import checksum
-
-GOLDEN, FIRST, SECOND = map(tl.constexpr, (checksum.GOLDEN, checksum.FIRST, checksum.SECOND))
 BLOCK, PROGRAMS, WARPS = 2048, 1024, 8
 
 
 @triton.jit(do_not_specialize=["N"])
-def _partial_sums(words, partial, N, BLOCK: tl.constexpr):
+def _partial_sums(
+    words, partial, N, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr
+):
     """partial int64 [programs, 2]: of every programs-th block."""
     plain, weighted = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for start in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
@@ -29,11 +28,11 @@ def _partial_sums(words, partial, N, BLOCK: tl.constexpr):
     tl.store(partial + 2 * tl.program_id(0) + 1, tl.sum(weighted, 0))
 
 
-def sums(words: torch.Tensor) -> torch.Tensor:
-    """words int64 [N], contiguous -> int64 [2] on their device."""
+def sums(words: torch.Tensor, golden: int, first: int, second: int) -> torch.Tensor:
+    """words int64 [N], contiguous, and the multipliers as signed numbers -> int64 [2] on their device."""
     count = words.numel()
     assert count + PROGRAMS * BLOCK < 1 << 31, f"{8 * count:,} bytes in one tensor"
     programs = max(1, min(PROGRAMS, triton.cdiv(count, BLOCK)))
     partial = torch.empty(programs, 2, dtype=torch.int64, device=words.device)
-    _partial_sums[(programs,)](words, partial, count, BLOCK, num_warps=WARPS)
+    _partial_sums[(programs,)](words, partial, count, golden, first, second, BLOCK, num_warps=WARPS)
     return partial.sum(0)
