@@ -210,7 +210,7 @@ def weight_sync(engine: Engine) -> Row:
 
 
 def sleeping(engine: Engine, work: Workload) -> Row:
-    """Engine.sleep, and what the first tokens after it take longer than without: memory, and graphs captured anew."""
+    """Engine.sleep, and what the first tokens after it take longer than without: memory is taken and mapped again."""
     vocab = engine.model.config.vocab_size
 
     def clocked(function: Callable[[], Any]) -> float:

@@ -54,20 +54,25 @@ class BlockAllocator:
         self.evictions = 0
         self._fifo = order == "fifo"
         self._rng = random.Random(seed) if order == "shuffled" else None
-        self._free = deque(range(num_blocks))
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._refs = [0] * num_blocks
-        self._node = [NO_NODE] * num_blocks
-        self._key: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
-        self._cached: dict[tuple[int, tuple[int, ...]], int] = {}  # key -> block
-        self._live: set[int] = set()  # the root and the nodes of cached blocks
         self._last_node = NO_NODE
-        self.reset(root_key)
+        self.root_key = root_key
+        self.clear()
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can still return: free and evictable ones."""
         return len(self._free) + len(self._evictable)
+
+    def clear(self) -> None:
+        """Forgets owners and cached content, whatever an operation that was interrupted left half done: all is free."""
+        self._free = deque(range(self.num_blocks))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._refs = [0] * self.num_blocks
+        self._node = [NO_NODE] * self.num_blocks
+        self._key: list[tuple[int, tuple[int, ...]] | None] = [None] * self.num_blocks
+        self._cached: dict[tuple[int, tuple[int, ...]], int] = {}  # key -> block
+        self._live: set[int] = set()  # the root and the nodes of cached blocks
+        self._root = self._new_node()
 
     def reset(self, root_key: tuple[int, str]) -> None:
         """Forgets all cached content, also when the key is the old one: its caller has touched the weights.

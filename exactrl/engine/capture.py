@@ -48,6 +48,9 @@ class CudaCapture:
             begin()
             try:
                 run(cut)
+            except BaseException:
+                self.pool = torch.cuda.graph_pool_handle()  # one whose graphs are all gone takes no other
+                raise
             finally:  # or nothing can be captured after a function that fails
                 graphs[-1].capture_end()
         return [graph.replay for graph in graphs]

@@ -23,7 +23,7 @@ from exactrl.engine.runner import Runner
 from exactrl.engine.scheduler import Scheduler
 from exactrl.engine.sequence import Sequence as Generation
 from exactrl.engine.step import Step
-from exactrl.errors import EnvironmentProblem, ModelError, NonFiniteError, RequestError
+from exactrl.errors import EnvironmentProblem, ExactRLError, ModelError, NonFiniteError, RequestError
 from exactrl.model.attention_state import CacheState, paged_state
 from exactrl.model.qwen3 import Probe, Qwen3, unchanged
 from exactrl.model.weights import compute_digest, load_weights
@@ -198,7 +198,7 @@ class Engine:
         if not self._weights_whole:
             raise ModelError("the last load_weights failed half-way; load complete weights before generating")
         self._require_idle("one call at a time: finish or close the other one; nothing can be generated")
-        left = len(requests)
+        left, generating = len(requests), True
         try:
             number = {self.scheduler.add(self._valid(r)): i for i, r in enumerate(requests)}
             self.model.reserve_positions(max((s.max_tokens for s in number), default=0))
@@ -207,13 +207,22 @@ class Engine:
                 left -= len(finished)
                 while not left and self._launched:  # computed in vain, beyond the last stop token
                     self.step()
+                generating = left > 0  # or what is closed late would end another call
                 yield finished
-        except BaseException:
-            if left:
-                self.scheduler.abort_all()
-                while self._launched:  # their buffers are used again by what comes next
-                    self._launched.popleft()[1].wait()
+        except BaseException as error:
+            if generating:
+                self._give_up(between_operations=isinstance(error, GeneratorExit | ExactRLError))
             raise
+
+    def _give_up(self, between_operations: bool) -> None:
+        """Drops all sequences; with an operation of the allocator perhaps half done (Ctrl-C) what is cached, too."""
+        self.scheduler.abort_all()
+        if not between_operations:
+            self.allocator.clear()
+        launched = [computed for _, computed in self._launched]
+        self._launched.clear()
+        for computed in launched:  # their buffers are used again by what comes next
+            computed.wait()
 
     @torch.no_grad()
     def step(self) -> list[Generation]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from exactrl.engine.results import Computed
 from exactrl.errors import NonFiniteError, RequestError
 from exactrl.model.weights import named_weights
 from tests.train.helpers import VOCAB, make_engine, request, tokens, trajectories, workload
@@ -139,3 +140,57 @@ def test_values_that_are_none_are_refused_before_any_work(bad, message):
     with pytest.raises(RequestError, match=message):
         engine.generate([*workload(), bad])
     assert engine.stats.steps == 0
+
+
+def test_an_interrupt_while_the_last_step_is_computed_in_vain_leaves_the_engine_usable(monkeypatch):
+    """Everything has ended by a stop token, and the step behind it is only waited for."""
+    engine, launched = make_engine(overlap=True), []
+    launch = type(engine.runner).launch
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def second_is_interrupted(runner, step):
+        launched.append(launch(runner, step))
+        return Computed(interrupted) if len(launched) == 2 else launched[-1]
+
+    monkeypatch.setattr(type(engine.runner), "launch", second_is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([request("a", tokens(4, 0), 5, stop=tuple(range(VOCAB)))])
+    assert len(launched) == 2, "the second step was computed in vain"
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    assert trajectories(engine.generate(workload())) == trajectories(make_engine().generate(workload()))
+
+
+@pytest.mark.parametrize("operation", ["allocate", "acquire", "release"])
+def test_an_interrupt_in_the_middle_of_the_books_leaves_the_engine_usable(monkeypatch, operation):
+    """Done by the allocator, not yet known to its caller: a block that is lost, or released twice and then evicted
+    while it is read."""
+    engine, expected = make_engine(overlap=True, max_concurrent=3), trajectories(make_engine().generate(workload()))
+    engine.generate(workload())
+    real, calls = getattr(engine.allocator, operation), []
+
+    def interrupted(*arguments):
+        calls.append(real(*arguments))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.allocator, operation, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(workload())
+    engine.scheduler.check_invariants()
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    assert trajectories(engine.generate(workload())) == expected
+
+
+def test_a_closed_stream_and_a_refused_request_keep_the_prefix_cache():
+    engine = make_engine()
+    engine.generate(workload())
+    completions = engine.stream(workload())
+    next(completions)
+    completions.close()
+    with pytest.raises(RequestError):
+        engine.generate([*workload(), request("bad", (), 4)])
+    assert engine.allocator.match_prefix(workload()[0].token_ids)
