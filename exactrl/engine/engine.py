@@ -146,8 +146,8 @@ class Engine:
         self._require_idle("the engine cannot sleep")
         self.allocator.reset(self._root())
         if self._runner is not None and not self._asleep:
+            self._asleep = True  # first: a cache that was not given back is not taken again
             self._runner.cache.give_back()
-            self._asleep = True
         if self.model.ops.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -121,8 +121,10 @@ def test_memory_that_is_mapped_and_given_back() -> None:
     for value in (1, 2):
         x.fill_(value)
         assert x.long().sum().item() == value * memory.size
-        memory.give_back()
-        memory.take()
+        for _ in range(2):
+            memory.give_back()
+        for _ in range(2):
+            memory.take()
     forgotten = memory._finalizer
     del memory
     gc.collect()
@@ -143,6 +145,18 @@ def test_memory_goes_with_its_engine(model) -> None:
     del engine
     gc.collect()
     assert not forgotten.alive
+
+
+def test_a_failed_first_capture_leaves_the_engine_usable(model) -> None:
+    engine = Engine(model, kv_tokens=1 << 16)
+
+    def fails(cut):
+        if torch.cuda.is_current_stream_capturing():
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        engine.runner.pieces._capture(fails)
+    assert len(engine.generate(ragged(3))) == 3
 
 
 def test_closed_streams_leave_the_engine_usable(model) -> None:

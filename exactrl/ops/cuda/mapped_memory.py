@@ -46,22 +46,30 @@ class MappedMemory:
         """Puts memory behind the addresses, not what was there before. Raises torch.OutOfMemoryError."""
         from cuda.bindings import driver
 
-        assert not self.taken, "taken twice"
+        if self.taken:  # an interrupted call may come again
+            return
         status, handle = driver.cuMemCreate(self.size, self._properties, 0)
         if int(status) == OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(f"{self.size:,} bytes of GPU memory are not free")
         checked((status,))
-        checked(driver.cuMemMap(self.address, self.size, 0, handle, 0))
-        self._mapped.append(True)
-        checked(driver.cuMemRelease(handle))  # the mapping keeps it
+        try:
+            checked(driver.cuMemMap(self.address, self.size, 0, handle, 0))
+        finally:  # the mapping keeps it
+            checked(driver.cuMemRelease(handle))
         access = driver.CUmemAccessDesc()
         access.location = self._properties.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        checked(driver.cuMemSetAccess(self.address, self.size, [access], 1))
+        try:
+            checked(driver.cuMemSetAccess(self.address, self.size, [access], 1))
+        except BaseException:
+            checked(driver.cuMemUnmap(self.address, self.size))
+            raise
+        self._mapped.append(True)
 
     def give_back(self) -> None:
         """Nothing on the device may use the memory meanwhile; waits for what does."""
-        assert self.taken, "given back twice"
+        if not self.taken:
+            return
         torch.cuda.synchronize()
         _unmap(self.address, self.size, self._mapped)
 
