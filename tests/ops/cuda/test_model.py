@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Triton before it is imported
 
+import functools
 import threading
 from dataclasses import replace
 from functools import partial
@@ -181,11 +182,15 @@ def bits(completions: list[Completion]) -> list[tuple[list[int], bytes]]:
     return [(c.token_ids, c.logprobs.tobytes()) for c in completions]
 
 
+@functools.cache
+def without_graphs() -> list[Completion]:
+    return Engine(model(trainable=False), kv_tokens=640).generate(more_requests())
+
+
 @pytest.mark.parametrize("kv_tokens", [640, 192])
 def test_decode_steps_with_padded_rows_have_the_same_bits(completions, kv_tokens: int) -> None:
     """What a graph replays, here run anew each time: rows rounded up, inputs in place, tokens handed on unseen."""
-    more = more_requests()
-    expected = Engine(model(trainable=False), kv_tokens=640).generate(more)
+    more, expected = more_requests(), without_graphs()
     assert [c.logprobs.tobytes()[:12] for c in expected[:2]] == [c.logprobs.tobytes()[:12] for c in completions]
     engine = Engine(model(trainable=False), max_concurrent=5, kv_tokens=kv_tokens, chunk_tokens=40, overlap=True)
     capture, limit = Replays(), CONFIG.max_positions
@@ -202,19 +207,27 @@ def test_decode_steps_with_padded_rows_have_the_same_bits(completions, kv_tokens
     assert (engine.stats.peak_running < len(more)) == (kv_tokens == 192), "with few pages sequences wait"
 
 
+def two_layers() -> Engine:
+    two = replace(CONFIG, num_layers=2)
+    found = Qwen3(two, OPS, torch.float16, trainable=False)
+    load_weights(found, random_weights(two, 0, embed=0.3), "random weights")
+    return Engine(found, kv_tokens=320, chunk_tokens=36, overlap=True)
+
+
+def two_requests() -> list[Request]:
+    return [replace(r, params=SamplingParams(n, 1.0, ())) for r, n in zip(requests(), (4, 2), strict=True)]
+
+
+@functools.cache
+def op_by_op() -> list[tuple[list[int], bytes]]:
+    """In the same chunks: numpy's products in attention depend on them."""
+    return bits(two_layers().generate(two_requests()))
+
+
 @pytest.mark.parametrize("most", [2048, 16])
 def test_steps_with_prompts_in_pieces_have_the_same_bits(monkeypatch, most: int) -> None:
     """Chunks beside decoding, tokens rounded up; steps of more than `most` tokens run op by op."""
-    two = replace(CONFIG, num_layers=2)
-
-    def made() -> Engine:
-        found = Qwen3(two, OPS, torch.float16, trainable=False)
-        load_weights(found, random_weights(two, 0, embed=0.3), "random weights")
-        return Engine(found, kv_tokens=320, chunk_tokens=36, overlap=True)
-
-    asked = [replace(r, params=SamplingParams(n, 1.0, ())) for r, n in zip(requests(), (4, 2), strict=True)]
-    engine, capture = made(), Replays()
-    expected = bits(made().generate(asked))  # numpy's products in attention depend on the chunk, too
+    asked, engine, capture, expected = two_requests(), two_layers(), Replays(), op_by_op()
     monkeypatch.setattr(piecewise_graphs, "MOST_TOKENS", most)
     pieces = PiecewiseGraphs(engine.model, engine.cache, CONFIG.max_positions, capture)
     engine.runner.pieces = pieces
