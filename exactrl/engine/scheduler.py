@@ -23,9 +23,9 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from exactrl.engine.allocator import BlockAllocator
-from exactrl.engine.counters import Counters
+from exactrl.engine.counters import Counters, Integers
 from exactrl.engine.sequence import Sequence
-from exactrl.engine.step import Integers, Step
+from exactrl.engine.step import Step
 from exactrl.errors import ConfigError, RequestError
 from exactrl.types import EngineStats, Request
 

@@ -122,24 +122,12 @@ def compute_digest(model: Qwen3) -> str:
 
 def digest_of(items: Iterable[tuple[str, list[torch.Tensor]]]) -> str:
     """Digest of named tensors: names, dtypes, shapes and bytes, in order. Of bytes on a GPU a checksum made there."""
+    named = [(name, tensor) for name, tensors in items for tensor in tensors]
+    sums = iter(checksums([tensor for _, tensor in named if tensor.is_cuda]))  # all read from the GPU together
     h = hashlib.blake2b(digest_size=16)
-    waiting: list[tuple[bytes, torch.Tensor]] = []  # headers and tensors of a GPU, whose sums are read together
-
-    def add_waiting() -> None:
-        for (header, _), found in zip(waiting, checksums([tensor for _, tensor in waiting]), strict=True):
-            h.update(header + found)
-        waiting.clear()
-
-    for name, tensors in items:
-        for tensor in tensors:
-            header = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-            if tensor.is_cuda:
-                waiting.append((header, tensor))
-            else:
-                add_waiting()
-                h.update(header)
-                h.update(flat(tensor.contiguous()).data)
-    add_waiting()
+    for name, tensor in named:
+        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        h.update(next(sums) if tensor.is_cuda else flat(tensor.contiguous()).data)
     return h.hexdigest()
 
 
