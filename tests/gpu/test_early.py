@@ -7,18 +7,20 @@ kernels and copies that know nothing of early launches, and memory that the allo
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from exactrl.contract import LinearShape
 from exactrl.ops.qkv import HeadShape, RopeTable
 from exactrl.parity.compare import differing
 
 if not torch.cuda.is_available():  # before kernels are imported, which tests/ops/cuda wants to run interpreted
     pytest.skip("needs an H100 or H200", allow_module_level=True)
 pytest.importorskip("triton")
-from exactrl.ops.cuda import triton_norm
+from exactrl.ops.cuda import triton_norm, wgmma_matmul
 from exactrl.ops.cuda.norm import add_rms_norm, rms_norm
 from exactrl.ops.cuda.qkv import qkv_into_cache
 from exactrl.ops.cuda.sampling import sample_exact
@@ -144,7 +146,46 @@ def two_streams(inputs, pause: Pause) -> list[torch.Tensor]:
     return found
 
 
-CHAINS = [memory_is_written_again, memory_is_handed_on, results_of_the_one_before_last, others_in_between, two_streams]
+@functools.cache
+def weight_of(n: int, k: int) -> torch.Tensor:
+    """Made before a chain is captured: products fetch it before the kernels before them are done."""
+    return normal(n, k, seed=n + k)
+
+
+def products(inputs, pause: Pause) -> list[torch.Tensor]:
+    """A layer's products, each cut, between short kernels; a long one writes the first one's input late, and the
+    allocator hands the memory of inputs on as results."""
+    large, _, w = inputs
+    up, down = LinearShape(2 * WIDTH, WIDTH), LinearShape(WIDTH, WIDTH)
+    found = []
+    for rows in (1, 17, 64, 130, 250):
+        ups, downs = (
+            [cut for cut in sorted(wgmma_matmul.cuts(s), key=str) if wgmma_matmul.fits(cut, s, rows)]
+            for s in (up, down)
+        )
+        for a, b in zip(ups, itertools.cycle(downs), strict=False):
+            x = slow(large[rows % 3], large[3], w)[-rows:]
+            pause()
+            both = wgmma_matmul.matmul(x, weight_of(up.n, up.k), BF16, 1, a)
+            pause()
+            active = swiglu(both)
+            del both
+            pause()
+            y = wgmma_matmul.matmul(active, weight_of(down.n, down.k), BF16, 1, b)
+            del active
+            pause()
+            h, normed = add_rms_norm(y, x, w, EPS)
+            pause()
+            found += [h, wgmma_matmul.matmul(normed, weight_of(up.n, up.k), torch.float32, 1, a)]
+            pause()
+    assert len(found) > 20, "no cuts to try"
+    return found
+
+
+CHAINS = [
+    memory_is_written_again, memory_is_handed_on, results_of_the_one_before_last, others_in_between, two_streams,
+    products,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain.__name__)

@@ -48,6 +48,12 @@ __device__ __forceinline__ void copy_box(u32 into, const TensorMap* map, u32 bar
       : "memory");
 }
 
+// Of kernels that are launched early (triton_early.py): before they touch memory. The next one may start to wait, too.
+__device__ __forceinline__ void wait_for_kernels_before() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Ordinary stores to shared memory become visible to the copy engine and the matrix unit.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exactrl.ops.cuda.nvrtc import _checked as checked
+from exactrl.ops.cuda.nvrtc import checked
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 

@@ -37,6 +37,7 @@ __device__ __forceinline__ void merge_columns(const Arguments& a, const Item& it
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_splits(
     const __grid_constant__ Arguments a, const int* merges, const int* starts, const int* lengths) {
+  wait_for_kernels_before();
   int part = blockIdx.x % PARTS, merged = blockIdx.x / PARTS;
   Item item = {};
   item.sequence = merges[2 * (merged / KV_HEADS)], item.place = merges[2 * (merged / KV_HEADS) + 1];

@@ -27,9 +27,9 @@ def _kernel(shape: AttentionShape, parts: int, in_flight: int, device: int) -> K
     return Kernel(source_of(*FILES), "merge_splits", source_options(shape, parts, in_flight))
 
 
-def merge_splits(plan: ListedPlan, arguments: Arguments) -> None:
+def merge_splits(plan: ListedPlan, arguments: Arguments, early: bool = False) -> None:
     """Fills the rows of all sequences of `plan` that have more than one split. The launch before is the one that stores
-    their partial results."""
+    their partial results; with `early` this one may come and wait while it runs, where there are few splits."""
     if plan.most_keys <= SPLIT:
         return
     shape, splits = plan.shape, plan.splits
@@ -38,4 +38,4 @@ def merge_splits(plan: ListedPlan, arguments: Arguments) -> None:
     kernel = _kernel(shape, parts, in_flight, torch.cuda.current_device())
     kernel.launch((len(splits.merges) * shape.kv_heads * parts, 1, 1), THREADS, (
         arguments, splits.merges, splits.rows.starts, splits.rows.lengths,
-    ))  # fmt: skip
+    ), early=early and in_flight == FEW)  # fmt: skip

@@ -38,7 +38,7 @@ def load_compiler() -> None:
         from cuda.bindings import nvrtc
     except ImportError:
         return
-    _checked(nvrtc.nvrtcVersion())
+    checked(nvrtc.nvrtcVersion())
 
 
 def compile_cubin(source: str, name: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
@@ -49,16 +49,16 @@ def compile_cubin(source: str, name: str, options: Sequence[str] = ()) -> tuple[
     from cuda.bindings import nvrtc
 
     flags = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *options]
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-    log = _writable(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-    _checked(nvrtc.nvrtcGetProgramLog(program, log))
+    log = _writable(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    checked(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode(errors="replace").strip(" \0\n")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise EnvironmentProblem(f"{name} does not compile for {ARCHITECTURE}:\n{text}")
-    size = _checked(nvrtc.nvrtcGetCUBINSize(program))
+    size = checked(nvrtc.nvrtcGetCUBINSize(program))
     code = _writable(size)
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    checked(nvrtc.nvrtcGetCUBIN(program, code))
     nvrtc.nvrtcDestroyProgram(program)
     return code[:size], text
 
@@ -74,7 +74,7 @@ def cached_cubin(source: str, name: str, options: Sequence[str] = ()) -> bytes:
     """The machine code, from disk when the same source was compiled before."""
     from cuda.bindings import nvrtc
 
-    version = _checked(nvrtc.nvrtcVersion())
+    version = checked(nvrtc.nvrtcVersion())
     key = hashlib.blake2b(repr((source, tuple(options), version, ARCHITECTURE)).encode(), digest_size=16).hexdigest()
     path = cache_folder() / "cubin" / f"{name}-{key}.cubin"
     if path.exists():
@@ -96,14 +96,17 @@ class Kernel:
 
         torch.cuda.current_stream()  # makes torch's context the current one
         self._shared = shared
-        self._module = _checked(driver.cuModuleLoadData(cached_cubin(source, label or function, options)))
-        self._function = _checked(driver.cuModuleGetFunction(self._module, function.encode()))
+        self._module = checked(driver.cuModuleLoadData(cached_cubin(source, label or function, options)))
+        self._function = checked(driver.cuModuleGetFunction(self._module, function.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, attribute, shared))
+        checked(driver.cuFuncSetAttribute(self._function, attribute, shared))
 
-    def launch(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], cluster: int = 1) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], cluster: int = 1, early: bool = False
+    ) -> None:
         """Arguments: tensors (their pointer), TensorMap and ctypes.Structure (by value), int (int32), float
-        (float32). `cluster` blocks along x share a cluster."""
+        (float32). `cluster` blocks along x share a cluster. `early`: may start while the kernel before still runs; for
+        kernels that wait for it (triton_early.py says what makes that safe)."""
         from cuda.bindings import driver
 
         values = [_argument(a) for a in arguments]
@@ -113,26 +116,18 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared
         config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        attributes = []
         if cluster > 1:
-            attribute = driver.CUlaunchAttribute()
+            attributes.append(attribute := driver.CUlaunchAttribute())
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
-            config.attrs, config.numAttrs = [attribute], 1
-        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
-
-    def most_clusters(self, threads: int, cluster: int) -> int:
-        """Clusters of `cluster` blocks that the device holds at the same time."""
-        from cuda.bindings import driver
-
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = self._shared
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
-        return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, config)))
+        if early:
+            attributes.append(attribute := driver.CUlaunchAttribute())
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
+        checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
 
 class TensorMap:
@@ -171,7 +166,7 @@ def _tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], 
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return TensorMap(_checked(descriptor))
+    return TensorMap(checked(descriptor))
 
 
 def _argument(value: Any) -> Any:
@@ -189,7 +184,7 @@ def _address(value: Any) -> int:
     return int(value.descriptor.getPtr()) if isinstance(value, TensorMap) else ctypes.addressof(value)
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """The values of a cuda-bindings call, whose first is the status. Raises EnvironmentProblem."""
     status, *values = result
     if int(status):

@@ -215,7 +215,6 @@ __device__ __forceinline__ void attend(const Arguments& a, const Ring& ring, int
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_stream(
     const __grid_constant__ Arguments a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   u32 shared = shared_address(memory), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-  int total = *a.total * KV_HEADS;
   Ring ring = {shared, shared + BARRIERS_AT, shared + BARRIERS_AT + RING * 8};
   if (warp == SCORERS) {
     if (lane < RING) barrier_init(ring.full + lane * 8, 1), barrier_init(ring.empty + lane * 8, SCORERS);
@@ -223,6 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_stream(
     if (lane == 0) prefetch_map(&k_map), prefetch_map(&v_map);
   }
   __syncthreads();
+  wait_for_kernels_before();
+  int total = *a.total * KV_HEADS;
   if (warp < SCORERS)
     attend(a, ring, total, warp, lane);
   else

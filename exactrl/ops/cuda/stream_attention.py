@@ -49,5 +49,5 @@ def attend_stream(
     arguments = plan.arguments(q, k, v, out, lse)
     maps = (page_map(x, min(plan.shape.kv_block, plan.shape.page_size)) for x in (k, v))
     kernel = _kernel(plan.shape, tile, torch.cuda.current_device())
-    kernel.launch((plan.blocks(tile.ctas), 1, 1), THREADS, (arguments, *maps))
-    merge_splits(plan, arguments)
+    kernel.launch((plan.blocks(tile.ctas), 1, 1), THREADS, (arguments, *maps), early=True)
+    merge_splits(plan, arguments, early=True)

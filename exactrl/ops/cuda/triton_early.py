@@ -1,10 +1,12 @@
 """Kernels that are launched while the one before them in the stream still runs (programmatic dependent launch).
 
-Why no read and no write can overtake: each of these kernels begins with `wait`, in every thread and before it touches
-memory. griddepcontrol.wait returns when all kernels that this one follows are done and what they wrote is visible, also
-when they know nothing of early launches, and in a graph. The next kernel may start only when all programs of this one
-have passed their wait. So at most two kernels of a stream are under way, the second has not touched memory, and the
-first one's predecessors are done: memory that the allocator hands on in stream order is free when it is written.
+Why no read and no write can overtake: each of these kernels waits before it touches memory. griddepcontrol.wait returns
+when the kernel that this one follows is done and what it wrote is visible, also when that one knows nothing of early
+launches, and in a graph. Since every early kernel waits, one that is done means that all before it are: memory that the
+allocator hands on in stream order is free when it is written. Any number may be there and wait; a kernel starts only
+when all programs of the one before have, so that what runs never lacks room because of those that wait.
+
+One thing is read before the wait: wgmma_matmul.cu's weights, in captured graphs, which write none.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ EARLY = {**EXACT, "launch_pdl": True}
 
 @triton.jit
 def wait():
-    """The order of the two decides that a kernel starts early only when the one before the one before it is done."""
+    """The next kernel may start before this one has waited: a product then fetches weights while this one, and the one
+    before it, still run."""
     if COMPILED:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()

@@ -46,7 +46,7 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
                      : "memory");
 }
 
-// Chunk `chunk` of the rows from `row`: box [1][rows][64].
+// All chunks of a stage, from `chunk` on, of the rows from `row`: box [CHUNKS][rows][64].
 template <bool MULTICAST>
 __device__ __forceinline__ void copy(u32 to, const void *map, int row, int chunk, u32 barrier, u64 policy) {
     if (MULTICAST)
@@ -91,11 +91,11 @@ __device__ __forceinline__ void store(bfloat16 *y, float a) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y->bits) : "f"(a));
 }
 
-// `steps` = K / (64 CHUNKS); `rows` per tile of x, in shared memory `padded_rows`, a multiple of 8; `row_tiles` a multiple of
-// TALL; `stages` at most 64.
+// `steps` = K / (64 CHUNKS); `rows` per tile of x, of which `x_rows` are copied; in shared memory `padded_rows`, a multiple of 8; `row_tiles` a multiple of
+// TALL; `stages` at most 64. `settled`: no kernel under way writes w, which is then copied before those are done.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, 1)
 wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, TOut *y, int M,
-             int N, int steps, int rows, int padded_rows, int row_tiles, int stages) {
+             int N, int steps, int rows, int x_rows, int padded_rows, int row_tiles, int stages, int settled) {
     extern __shared__ __align__(1024) unsigned char raw[];
     constexpr int W_BYTES = COLUMNS * ROW_BYTES;
     const u32 base = (shared_address(raw) + 1023) & ~1023u;
@@ -110,6 +110,8 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
     const int column0 = max(min(cluster / row_clusters * COLUMNS, N - COLUMNS), 0);
 
     if (thread == 0) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         for (int s = 0; s < stages; s++) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * s) : "memory");
             asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * s), "r"(WARPGROUPS * TALL) : "memory");
@@ -117,10 +119,10 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     // Rows that are not there are zeros: power bounds the clock here, and zeros take less than what memory happens to hold.
-    const int missing = (padded_rows - rows) * ROW_BYTES / 16;
+    const int missing = (padded_rows - x_rows) * ROW_BYTES / 16;
     for (int i = thread; i < stages * CHUNKS * missing; i += blockDim.x) {
         const int slot = i / missing, stage = slot / CHUNKS, chunk = slot % CHUNKS;
-        const u32 to = base + stage * stage_bytes + chunk * x_bytes + rows * ROW_BYTES + i % missing * 16;
+        const u32 to = base + stage * stage_bytes + chunk * x_bytes + x_rows * ROW_BYTES + i % missing * 16;
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -132,18 +134,23 @@ wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ Te
     const int warpgroup = __shfl_sync(0xffffffff, thread / 128, 0), lane = thread % 128;
     if (warpgroup == WARPGROUPS) {
         if (lane == 0) {
-            const u32 bytes = CHUNKS * (rows + COLUMNS) * ROW_BYTES;
+            const u32 bytes = CHUNKS * (x_rows + COLUMNS) * ROW_BYTES;
             const u64 w_policy = row_clusters == 1 ? EVICT_FIRST : EVICT_NORMAL;
+            auto copy_w = [&](int step, int s) {
+                const u32 here = full + 8 * s, to = base + s * stage_bytes + CHUNKS * x_bytes;
+                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(here), "r"(bytes) : "memory");
+                if (step % TALL == rank) copy<(TALL > 1)>(to, &w_map, column0, step * CHUNKS, here, w_policy);
+            };
+            const int ahead = settled ? min(stages, steps) : 0;
+            for (int step = 0; step < ahead; step++) copy_w(step, step);
+            // The kernels before are done: x is there, and nobody needs y's memory. The next kernel may start to wait.
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
             int s = 0, parity = 1;
             for (int step = 0; step < steps; step++) {
                 wait(empty + 8 * s, parity);
-                const u32 here = full + 8 * s, x_to = base + s * stage_bytes, w_to = x_to + CHUNKS * x_bytes;
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(here), "r"(bytes) : "memory");
-                for (int c = 0; c < CHUNKS; c++) {
-                    const int chunk = step * CHUNKS + c;
-                    if (chunk % TALL == rank) copy<(TALL > 1)>(w_to + c * W_BYTES, &w_map, column0, chunk, here, w_policy);
-                    copy<false>(x_to + c * x_bytes, &x_map, row0, chunk, here, EVICT_LAST);
-                }
+                if (step >= ahead) copy_w(step, s);
+                copy<false>(base + s * stage_bytes, &x_map, row0, step * CHUNKS, full + 8 * s, EVICT_LAST);
                 if (++s == stages) s = 0, parity ^= 1;
             }
         }

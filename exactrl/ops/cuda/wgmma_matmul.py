@@ -50,12 +50,13 @@ class Cut:
         """Width of the instruction for tiles of `rows` of x."""
         return max(_up(rows, 8), NARROWEST_SWAPPED) if self.swap else self.columns
 
-    def padded(self, rows: int) -> int:
-        """Rows that a tile of `rows` takes in shared memory; those that are not there are zeros. Narrow tiles are
-        bound by memory, not by power, and rather have more stages than all 64 rows that are multiplied."""
+    def padded(self, rows: int, row_tiles: int) -> int:
+        """Rows that a tile of `rows`, one of `row_tiles`, takes in shared memory; those that are not there are zeros.
+        Narrow tiles and single ones are bound by memory, not by power, and rather have more stages than all 64 rows
+        that are multiplied."""
         if self.swap:
             return self.wide(rows)
-        return TALL_SIDE if self.columns > NARROW else _up(rows, 8)
+        return TALL_SIDE if self.columns > NARROW and row_tiles > 1 else _up(rows, 8)
 
     def __str__(self) -> str:
         rows = "swap" if self.swap else TALL_SIDE
@@ -89,13 +90,18 @@ def cuts(shape: LinearShape) -> frozenset[Cut]:
     for row_tiles in range(1, MOST_ROWS // TALL_SIDE + 1):
         columns = one_wave(shape.n, row_tiles)
         if columns and columns <= shape.n:
-            found |= {Cut(columns, _chunks(columns), pair=pair) for pair in {False, row_tiles == 2}}
+            found |= {Cut(columns, chunks) for chunks in _chunks(columns, row_tiles == 1)}
+            if row_tiles == 2:
+                found.add(Cut(columns, min(_chunks(columns)), pair=True))
             found |= {Cut(width, swap=True) for width in _swapped(columns, row_tiles) if width <= shape.n}
     return frozenset(cut for cut in found if shape.k % (CHUNK * cut.chunks) == 0)
 
 
-def _chunks(columns: int) -> int:
-    return 2 if columns <= NARROW else 1
+def _chunks(columns: int, single: bool = False) -> set[int]:
+    """Of one row tile at few rows, how long the chain of products is counts: few, long stages make it shorter."""
+    if columns > NARROW:
+        return {1}
+    return {2, 4} if single else {2}
 
 
 def _swapped(columns: int, row_tiles: int) -> set[int]:
@@ -109,8 +115,9 @@ def _swapped(columns: int, row_tiles: int) -> set[int]:
 def every_cut() -> list[Cut]:
     """Those that are offered for one shape or another."""
     columns = range(8, WIDEST + 1, 8)
-    alone = [Cut(n, _chunks(n), pair=pair) for n in columns for pair in (False, True)]
-    return alone + [Cut(n, swap=True) for n in columns if TALL_SIDE <= n <= 2 * TALL_SIDE]
+    unpaired = [Cut(n, chunks) for n in columns for chunks in sorted(_chunks(n, single=True))]
+    paired = [Cut(n, min(_chunks(n)), pair=True) for n in columns]
+    return unpaired + paired + [Cut(n, swap=True) for n in columns if TALL_SIDE <= n <= 2 * TALL_SIDE]
 
 
 def fits(cut: Cut, shape: LinearShape, m: int) -> bool:
@@ -144,26 +151,33 @@ def _kernel(cut: Cut, wide: int, out: str) -> nvrtc.Kernel:
     return nvrtc.Kernel(source(cut, wide, out), "wgmma_matmul", shared=nvrtc.MAX_SHARED - 1024)
 
 
-def stages(cut: Cut, rows: int) -> int:
-    """As many as fit into shared memory with `rows` of x per tile, and what is read beyond a tile of under 64 rows."""
+def stages(cut: Cut, padded: int) -> int:
+    """As many as fit into shared memory with `padded` rows of x, and what is read beyond a tile of under 64 rows."""
     beyond = TALL_SIDE * 128
-    stage = cut.chunks * 128 * (cut.padded(rows) + cut.columns)
+    stage = cut.chunks * 128 * (padded + cut.columns)
     return min(MOST_STAGES, (nvrtc.MAX_SHARED - RESERVED - beyond) // stage)
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int, cut: Cut) -> torch.Tensor:
-    """x [M, K], w [N, K], inner stride 1, K a multiple of a stage's inputs -> [M, N]."""
+    """x [M, K], w [N, K], inner stride 1, K a multiple of a stage's inputs -> [M, N].
+
+    In a CUDA graph the kernel starts early and, with one row tile, fetches the first of w while the kernels before it
+    still run: what is captured must not write weights. (Row tiles that share w would no longer read it together.)
+    """
     (m, k), n = x.shape, w.shape[0]
     assert leaves == 1, leaves
     row_tiles, column_tiles = tiles(cut, m, n)
     rows = -(-m // row_tiles)
+    padded = cut.padded(rows, row_tiles)
+    copied = padded if cut.chunks > 1 else rows  # of several chunks, copied at once, each begins at a multiple of 8
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
-    x_map = nvrtc.tensor_map(x, (CHUNK, m, k // CHUNK), (1, x.stride(0), CHUNK), (CHUNK, rows, 1))
-    w_map = nvrtc.tensor_map(w, (CHUNK, n, k // CHUNK), (1, w.stride(0), CHUNK), (CHUNK, cut.columns, 1))
+    x_map = nvrtc.tensor_map(x, (CHUNK, m, k // CHUNK), (1, x.stride(0), CHUNK), (CHUNK, copied, cut.chunks))
+    w_map = nvrtc.tensor_map(w, (CHUNK, n, k // CHUNK), (1, w.stride(0), CHUNK), (CHUNK, cut.columns, cut.chunks))
     kernel = _kernel(cut, cut.wide(rows), "float" if out_dtype == torch.float32 else "bfloat16")
+    captured = torch.cuda.is_current_stream_capturing()
+    sizes = (m, n, k // (CHUNK * cut.chunks), rows, copied, padded, row_tiles, stages(cut, padded))
     kernel.launch(
         (row_tiles * column_tiles, 1, 1), 128 * cut.warpgroups + 32,
-        [x_map, w_map, y, m, n, k // (CHUNK * cut.chunks), rows, cut.padded(rows), row_tiles, stages(cut, rows)],
-        cluster=cut.tall,
+        [x_map, w_map, y, *sizes, int(captured and row_tiles == 1)], cluster=cut.tall, early=captured,
     )  # fmt: skip
     return y

@@ -99,9 +99,9 @@ def barriers_after_stores(text: str) -> int:
 
 
 def waits_first(text: str) -> bool:
-    """Memory is touched, and the next kernel launched, only after the kernel before this one is done."""
+    """Memory is touched only after the kernel before this one is done; the next one may come and wait before that."""
     events = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global", text)
-    controls = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    controls = ["griddepcontrol.launch_dependents", "griddepcontrol.wait"]
     return events[:2] == controls and not any(event in controls for event in events[2:])
 
 

@@ -29,7 +29,7 @@ def stand_in(monkeypatch, status: int = 0, log: bytes = b"\0") -> list[bytes]:
     bindings.nvrtc = module
     for name, entry in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.nvrtc", module)):
         monkeypatch.setitem(sys.modules, name, entry)
-    monkeypatch.setattr(nvrtc, "_checked", lambda result: result[1] if len(result) > 1 else None)
+    monkeypatch.setattr(nvrtc, "checked", lambda result: result[1] if len(result) > 1 else None)
     return written
 
 

@@ -85,10 +85,11 @@ class HostKernel:
     def __init__(self, function: Any, seed: int, shared: int = 0) -> None:
         self.function, self.seed, self.shared = function, seed, shared
 
-    def launch(self, grid: tuple, threads: int, arguments: Any) -> None:
+    def launch(self, grid: tuple, threads: int, arguments: Any, early: bool = False) -> None:
         values = [_argument(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
-        self.function(grid[0], threads, self.shared, self.seed, pointers)
+        waits = self.function(grid[0], threads, self.shared, self.seed, pointers)
+        assert waits == grid[0] * threads or not early, "what is launched early waits, in every thread"
 
 
 class Definition:

@@ -62,16 +62,33 @@ def test_what_the_kernel_cannot_compute_is_not_offered(shape: LinearShape) -> No
     assert not cuts(shape)
 
 
+def test_chunks_copied_at_once_begin_where_the_swizzle_does() -> None:
+    for cut in every_cut():
+        for rows in range(1, 65):
+            for row_tiles in (1, 4):
+                assert cut.columns % 8 == 0
+                assert cut.chunks == 1 or cut.padded(rows, row_tiles) % 8 == 0
+
+
+def test_one_row_tile_has_stages_of_two_lengths() -> None:
+    """Long ones where few rows wait for the chain of products, short ones where x fills much of a stage."""
+    narrow = [cut for cut in cuts(LinearShape(2560, 9728)) if cut.columns == one_wave(2560, 1)]
+    assert {cut.chunks for cut in narrow} == {2, 4}
+    assert {cut.chunks for cut in cuts(LinearShape(2560, 9600)) if cut.columns == 24} == {2}, "K in whole stages only"
+
+
 def test_the_list_of_implementations_names_every_cut_once() -> None:
     names = [str(cut) for cut in every_cut()]
     assert len(set(names)) == len(names)
     assert {cut for shape in SHAPES for cut in cuts(shape)} <= set(every_cut())
 
 
+@pytest.mark.parametrize("row_tiles", [1, 2])
 @pytest.mark.parametrize("rows", [1, 8, 33, 64, 88])
-def test_stages_and_what_is_read_beyond_the_last_fit_into_shared_memory(rows: int) -> None:
+def test_stages_and_what_is_read_beyond_the_last_fit_into_shared_memory(rows: int, row_tiles: int) -> None:
     for cut in (cut for cut in every_cut() if cut.swap or rows <= 64):
-        depth, padded_rows = stages(cut, rows), cut.padded(rows)
+        padded_rows = cut.padded(rows, row_tiles)
+        depth = stages(cut, padded_rows)
         stage = cut.chunks * (padded_rows + cut.columns) * 128
         assert padded_rows % 8 == 0
         assert padded_rows >= rows
@@ -92,7 +109,7 @@ def test_swapped_tiles_multiply_no_eight_rows_of_x_that_are_not_there(m: int, wi
     cut = Cut(120, swap=True)
     row_tiles, _ = tiles(cut, m, 5120)
     rows = -(-m // row_tiles)
-    assert (cut.wide(rows), cut.padded(rows)) == (wide, wide)
+    assert (cut.wide(rows), cut.padded(rows, row_tiles)) == (wide, wide)
 
 
 def test_the_instruction_names_as_many_registers_as_a_thread_has_accumulators() -> None:

@@ -10,14 +10,16 @@ static void** given;
 template <typename T>
 static T argument(int i) { return *(T*)given[i]; }
 
-static void launch_with(void** arguments, int seed, int grid, int threads, int shared_bytes, void (*kernel)()) {
+// How many threads waited for the kernels before.
+static int launch_with(void** arguments, int seed, int grid, int threads, int shared_bytes, void (*kernel)()) {
   given = arguments;
   random_number.seed(seed);
   launch(grid, threads, shared_bytes, kernel);
+  return waits;
 }
 
-extern "C" void list_on_host(int grid, int threads, int shared_bytes, int seed, void** arguments) {
-  launch_with(arguments, seed, grid, threads, shared_bytes, [] {
+extern "C" int list_on_host(int grid, int threads, int shared_bytes, int seed, void** arguments) {
+  return launch_with(arguments, seed, grid, threads, shared_bytes, [] {
     list_items(
         argument<int*>(0), argument<int*>(1), argument<int*>(2), argument<int*>(3), argument<int*>(4), argument<int>(5),
         argument<int*>(6));

@@ -75,7 +75,7 @@ struct Fiber {
   int id;
   const char* waits_for;
   u32 which;
-  bool done = false;
+  bool done = false, read = false;
   std::vector<u32> unfenced = {};
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
@@ -103,7 +103,7 @@ static std::vector<Box> boxes;
 static Fiber* self;
 static Fibers ready;  // to go on
 static ucontext_t scheduler;
-static int block_threads;
+static int block_threads, waits;
 static u32 block_index;
 static Index gridDim;
 static void (*entry)();
@@ -183,6 +183,7 @@ static void land(const Copy& copy) {
 }
 
 static void copy_16(u32 into, const void* from, int bytes) {
+  self->read = true;
   if ((uintptr_t)from % 16) fail("a copy of 16 bytes that is not aligned");
   Copy copy = {place(into, 16), (const char*)from, bytes};
   if (random_number() % 2)
@@ -213,6 +214,12 @@ static void fence_async_shared() {
   self->unfenced.clear();
 }
 static void barriers_ready() {}
+
+static void wait_for_kernels_before() {
+  if (self->read) fail("memory is read before the kernels before are done");
+  waits++;
+}
+
 static void prefetch_map(const TensorMap*) {}
 
 static Counter& counter(u32 barrier) {
@@ -246,6 +253,7 @@ static void barrier_wait(u32 barrier, u32 phase) {
 }
 
 static void copy_box(u32 into, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
+  self->read = true;
   boxes.push_back({into, barrier, map, {c0, c1, c2, c3}});
 }
 
@@ -353,7 +361,7 @@ static float __fdiv_rn(float a, float b) { return a / b; }
 static float __int_as_float(int x) { return bits_to_float((u32)x); }
 static float log_sum_exp(float max, float sum) { return (max + log2f(sum)) * 0.693147182464599609375f; }
 template <typename T>
-static T __ldcg(const T* p) { return *p; }
+static T __ldcg(const T* p) { return self->read = true, *p; }
 
 static void run_fiber() {
   entry();
@@ -375,7 +383,7 @@ static void run_block(std::vector<Fiber>& fibers) {
     fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
-    fiber.done = false, fiber.open.clear(), fiber.groups.clear(), fiber.unfenced.clear();
+    fiber.done = fiber.read = false, fiber.open.clear(), fiber.groups.clear(), fiber.unfenced.clear();
     ready.push_back(&fiber);
   }
   std::vector<bool> slow(fibers.size() / 32);
@@ -393,7 +401,7 @@ static void run_block(std::vector<Fiber>& fibers) {
 }
 
 static void launch(int grid, int threads, int shared_bytes, void (*kernel)()) {
-  entry = kernel, block_threads = threads, gridDim = {(u32)grid};
+  entry = kernel, block_threads = threads, gridDim = {(u32)grid}, waits = 0;
   std::vector<Fiber> fibers(threads);
   for (int i = 0; i < threads; i++) fibers[i].id = i;
   for (int index = grid - 1; index >= 0; index--) {
