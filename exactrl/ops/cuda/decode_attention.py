@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from exactrl.ops.cuda.attention_host import multiprocessors
+from exactrl.ops.cuda.listed_splits import listed_plan
 from exactrl.ops.cuda.split_attention import attend_splits
 from exactrl.ops.cuda.stream_attention import attend_stream
-from exactrl.ops.cuda.triton_attention import SPLIT
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -31,6 +31,6 @@ def attend_few_or_many(
     sequences: np.ndarray,
 ) -> None:
     """AttentionImplementation.attend."""
-    pairs = int((-(-rows.most_keys[sequences] // SPLIT)).sum()) * k.shape[-2]
-    attend = attend_stream if pairs <= FEW * multiprocessors(q.device) else attend_splits
+    plan = listed_plan(q, k, rows, sequences)
+    attend = attend_stream if plan.pairs <= FEW * multiprocessors(q.device) else attend_splits
     attend(q, k, v, rows, out, lse, sequences)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ import torch
 
 from exactrl.contract import AttentionShape
 from exactrl.ops.cuda.attention_host import multiprocessors, page_map, scale_of
-from exactrl.ops.cuda.nvrtc import Kernel, TensorMap, tensor_map
+from exactrl.ops.cuda.nvrtc import Kernel, Launch, TensorMap, tensor_map
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -50,10 +50,14 @@ class _Items:
 
     items       int32 [N, 4]: (sequence, kv head, first token within the batch's of the sequence, 0)
     counters    int32 [2]: next item, blocks that found none; 0 between launches, of which no two may run at a time
+    launches    made ready in the first layer, with their arguments, by (head dimension, page size, keys of a split)
     """
 
     items: torch.Tensor
     counters: torch.Tensor
+    launches: dict[tuple[int, int, int], tuple[Launch, _Arguments]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def refresh(self) -> None:
         """Nothing: the kernel reads lengths from the device; the order of items changes no bit."""
@@ -84,25 +88,31 @@ def attend(
     assert kv_split % BLOCK == 0, kv_split
     assert kv_split >= CONSUMERS * ROWS, "the kernel takes it that rows have seen a key of every split but the last"
     assert out.data_ptr() % 16 == 0, "rows are stored 16 bytes at a time"
-    kernel = _kernel(dim, group, page_size, torch.cuda.current_device())
     plan = _plan(rows, sequences, kv_heads, group, dim)
-    arguments = _Arguments(
-        tables=None if rows.tables is None else rows.tables.data_ptr(),
-        starts=rows.starts.data_ptr(),
-        lengths=rows.lengths.data_ptr(),
-        items=plan.items.data_ptr(),
-        counters=plan.counters.data_ptr(),
-        out=out.data_ptr(),
-        lse=None if lse is None else lse.data_ptr(),
-        table_width=0 if rows.tables is None else rows.tables.stride(0),
-        num_items=len(plan.items),
-        kv_heads=kv_heads,
-        num_tokens=tokens,
-        split_blocks=kv_split // BLOCK,
-        scale=scale_of(dim),
-    )
     maps = (_queries(q, kv_heads, group), _keys(k, page_size), _keys(v, page_size))
-    kernel.launch((min(multiprocessors(q.device), len(plan.items)), 1, 1), THREADS, (*maps, arguments))
+    key = dim, page_size, kv_split
+    if key not in plan.launches:
+        arguments = _Arguments(
+            tables=None if rows.tables is None else rows.tables.data_ptr(),
+            starts=rows.starts.data_ptr(),
+            lengths=rows.lengths.data_ptr(),
+            items=plan.items.data_ptr(),
+            counters=plan.counters.data_ptr(),
+            table_width=0 if rows.tables is None else rows.tables.stride(0),
+            num_items=len(plan.items),
+            kv_heads=kv_heads,
+            split_blocks=kv_split // BLOCK,
+            scale=scale_of(dim),
+        )
+        kernel, blocks = _kernel(dim, group, page_size, torch.cuda.current_device()), multiprocessors(q.device)
+        launch = kernel.ready((min(blocks, len(plan.items)), 1, 1), THREADS, (*maps, arguments))
+        plan.launches[key] = launch, arguments
+    launch, arguments = plan.launches[key]
+    arguments.out, arguments.num_tokens = out.data_ptr(), tokens
+    arguments.lse = None if lse is None else lse.data_ptr()
+    for place, tensors in enumerate(maps):
+        launch.replace(place, tensors)
+    launch()
 
 
 def _queries(q: torch.Tensor, kv_heads: int, group: int) -> TensorMap:

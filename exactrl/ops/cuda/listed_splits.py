@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,9 @@ import torch
 from exactrl.contract import AttentionShape
 from exactrl.ops.cuda.attention_host import multiprocessors, scale_of
 from exactrl.ops.cuda.attention_tiles import WARP_ROWS
-from exactrl.ops.cuda.nvrtc import Kernel
+from exactrl.ops.cuda.nvrtc import Kernel, Launch
 from exactrl.ops.cuda.triton_attention import strides
-from exactrl.ops.cuda.triton_split_attention import SplitPlan, split_plan
+from exactrl.ops.cuda.triton_split_attention import SPLIT, SplitPlan, split_plan
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -61,12 +62,21 @@ class Arguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class ListedPlan:
-    """items int32 [capacity, LISTED]; no sequence has more than `most_keys` keys."""
+    """What is made once for a batch and used in every layer.
+
+    most_keys    no sequence has more keys
+    pairs        most (split, kv head) pairs that there may be
+    items        int32 [capacity, LISTED]
+    launches     made ready in the first layer, by name
+    """
 
     shape: AttentionShape
     splits: SplitPlan
     most_keys: int
+    pairs: int
     items: torch.Tensor
+    launches: dict[str, Launch] = field(default_factory=dict, repr=False, compare=False)
+    _arguments: Arguments = field(default_factory=Arguments, repr=False, compare=False)
 
     def refresh(self) -> None:
         """After that of `splits`."""
@@ -80,17 +90,28 @@ class ListedPlan:
         """Of a launch: `on_each` multiprocessor, and no more than there may be items."""
         return min(len(self.items) * self.shape.kv_heads, multiprocessors(self.items.device) * on_each)
 
+    def ready(self, name: str, make: Callable[[], Launch]) -> Launch:
+        """The launch of this name; `make` makes it the first time."""
+        found = self.launches.get(name)
+        if found is None:
+            found = self.launches[name] = make()
+        return found
+
     def arguments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> Arguments:
-        """Row strides of q are even, those of k and v multiples of 8."""
+        """One object, filled anew at every call. Row strides of q are even, those of k and v multiples of 8."""
         assert out.is_contiguous(), out.stride()
-        splits = self.splits
-        read = (q, k, v, out, lse, self.items, splits.total, splits.partial, splits.stats)
-        return Arguments(
-            *(None if t is None else t.data_ptr() for t in read), len(q), splits.held,
-            *strides(q, k, v, self.shape.page_size), scale_of(self.shape.dim),
-        )  # fmt: skip
+        splits, a = self.splits, self._arguments
+        if not a.items:
+            a.items, a.total, a.partial, a.stats = (
+                t.data_ptr() for t in (self.items, splits.total, splits.partial, splits.stats)
+            )
+            a.held, a.scale = splits.held, scale_of(self.shape.dim)
+        a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        a.lse, a.tokens = None if lse is None else lse.data_ptr(), len(q)
+        a.stride_q, a.stride_k, a.stride_v = strides(q, k, v, self.shape.page_size)
+        return a
 
 
 def listed_plan(q: torch.Tensor, k: torch.Tensor, rows: AttentionRows, sequences: np.ndarray) -> ListedPlan:
@@ -103,8 +124,10 @@ def listed_plan(q: torch.Tensor, k: torch.Tensor, rows: AttentionRows, sequences
         assert most <= WARP_ROWS, f"{most} rows x grouped heads of one sequence, but the kernels hold {WARP_ROWS}"
         splits = split_plan(rows, sequences, heads, kv_heads, dim)  # refreshed before what is added here
         items = torch.empty(len(splits.items), LISTED, dtype=torch.int32, device=q.device)
-        most_keys = int(rows.most_keys[sequences].max())
-        plan = ListedPlan(AttentionShape(heads, kv_heads, dim, page_size), splits, most_keys, items)
+        most_keys = rows.most_keys[sequences]
+        pairs = int((-(-most_keys // SPLIT)).sum()) * kv_heads
+        shape = AttentionShape(heads, kv_heads, dim, page_size)
+        plan = ListedPlan(shape, splits, int(most_keys.max()), pairs, items)
         plan.refresh()
         rows.plans[key] = plan
     return rows.plans[key]

@@ -9,7 +9,7 @@ import torch
 
 from exactrl.contract import AttentionShape
 from exactrl.ops.cuda.listed_splits import Arguments, ListedPlan, options_of, source_of
-from exactrl.ops.cuda.nvrtc import Kernel
+from exactrl.ops.cuda.nvrtc import Kernel, Launch
 from exactrl.ops.cuda.triton_split_attention import SPLIT
 
 FILES = ("merge_splits.cu",)
@@ -32,10 +32,14 @@ def merge_splits(plan: ListedPlan, arguments: Arguments, early: bool = False) ->
     their partial results; with `early` this one may come and wait while it runs, where there are few splits."""
     if plan.most_keys <= SPLIT:
         return
-    shape, splits = plan.shape, plan.splits
-    parts = -(-splits.held * shape.dim // (THREADS * 4))
-    in_flight = FEW if plan.most_keys <= FEW * SPLIT else MANY
-    kernel = _kernel(shape, parts, in_flight, torch.cuda.current_device())
-    kernel.launch((len(splits.merges) * shape.kv_heads * parts, 1, 1), THREADS, (
-        arguments, splits.merges, splits.rows.starts, splits.rows.lengths,
-    ), early=early and in_flight == FEW)  # fmt: skip
+
+    def make() -> Launch:
+        shape, splits = plan.shape, plan.splits
+        parts = -(-splits.held * shape.dim // (THREADS * 4))
+        in_flight = FEW if plan.most_keys <= FEW * SPLIT else MANY
+        kernel = _kernel(shape, parts, in_flight, torch.cuda.current_device())
+        return kernel.ready((len(splits.merges) * shape.kv_heads * parts, 1, 1), THREADS, (
+            arguments, splits.merges, splits.rows.starts, splits.rows.lengths,
+        ), early=early and in_flight == FEW)  # fmt: skip
+
+    plan.ready("merge after early" if early else "merge", make)()

@@ -104,18 +104,21 @@ class Kernel:
     def launch(
         self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], cluster: int = 1, early: bool = False
     ) -> None:
+        """Once, see `ready`."""
+        self.ready(grid, threads, arguments, cluster, early)()
+
+    def ready(
+        self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], cluster: int = 1, early: bool = False
+    ) -> Launch:
         """Arguments: tensors (their pointer), TensorMap and ctypes.Structure (by value), int (int32), float
         (float32). `cluster` blocks along x share a cluster. `early`: may start while the kernel before still runs; for
         kernels that wait for it (triton_early.py says what makes that safe)."""
         from cuda.bindings import driver
 
-        values = [_argument(a) for a in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared
-        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
         attributes = []
         if cluster > 1:
             attributes.append(attribute := driver.CUlaunchAttribute())
@@ -127,7 +130,32 @@ class Kernel:
             attribute.value.programmaticStreamSerializationAllowed = 1
         if attributes:
             config.attrs, config.numAttrs = attributes, len(attributes)
-        checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        return Launch(self._function, config, arguments)
+
+
+class Launch:
+    """A launch made ready once and repeated, in every layer of a step, say: on torch's current stream and with what its
+    arguments hold then. A ctypes.Structure may change in between, a TensorMap be replaced."""
+
+    def __init__(self, function: Any, config: Any, arguments: Sequence[Any]) -> None:
+        from cuda.bindings import driver
+
+        self._values = [_argument(a) for a in arguments]
+        self._pointers = (ctypes.c_void_p * len(self._values))(*(_address(v) for v in self._values))
+        self._call = functools.partial(driver.cuLaunchKernelEx, config, function, ctypes.addressof(self._pointers), 0)
+        self._config, self._stream_type, self._device = config, driver.CUstream, torch.cuda.current_device()
+        self._stream = -1
+
+    def replace(self, place: int, value: TensorMap) -> None:
+        """Argument number `place`, a TensorMap before."""
+        self._values[place] = value
+        self._pointers[place] = _address(value)
+
+    def __call__(self) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device)  # as Triton asks; a Stream takes longer to make
+        if stream != self._stream:
+            self._config.hStream, self._stream = self._stream_type(stream), stream
+        checked(self._call())
 
 
 class TensorMap:
@@ -141,17 +169,18 @@ def tensor_map(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int], bo
     """A map of `t`'s memory. `shape`, `strides` (elements) and `box` name the innermost dimension first, whose stride
     must be 1; the box's innermost extent is at most 64 bf16 (the 128-byte swizzle). Outside `shape` zeros are read."""
     assert t.dtype == torch.bfloat16, t.dtype
-    assert strides[0] == 1, strides
-    assert box[0] * 2 <= SWIZZLE_BYTES, box
-    assert all(s * 2 % 16 == 0 for s in strides[1:]), strides
-    assert t.data_ptr() % 16 == 0, "the copy engine wants addresses in multiples of 16 bytes"
-    return _tensor_map(t.data_ptr(), tuple(shape), tuple(strides), tuple(box))
+    return map_of(t.data_ptr(), tuple(shape), tuple(strides), tuple(box))
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+def map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """tensor_map of the bf16 memory at an address."""
     from cuda.bindings import driver
 
+    assert strides[0] == 1, strides
+    assert box[0] * 2 <= SWIZZLE_BYTES, box
+    assert all(s * 2 % 16 == 0 for s in strides[1:]), strides
+    assert address % 16 == 0, "the copy engine wants addresses in multiples of 16 bytes"
     rank = len(shape)
     descriptor = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

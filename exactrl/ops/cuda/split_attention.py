@@ -15,7 +15,7 @@ from exactrl.contract import AttentionShape
 from exactrl.ops.cuda.attention_tiles import WARPS, WarpTile
 from exactrl.ops.cuda.listed_splits import listed_plan, options_of, source_of
 from exactrl.ops.cuda.merge_splits import merge_splits
-from exactrl.ops.cuda.nvrtc import Kernel
+from exactrl.ops.cuda.nvrtc import Kernel, Launch
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -43,8 +43,13 @@ def attend_splits(
     sequences: np.ndarray,
 ) -> None:
     """AttentionImplementation.attend."""
-    plan, tile = listed_plan(q, k, rows, sequences), WarpTile.of(q.shape[-1])
+    plan = listed_plan(q, k, rows, sequences)
     arguments = plan.arguments(q, k, v, out, lse)
-    kernel = _kernel(plan.shape, tile, torch.cuda.current_device())
-    kernel.launch((plan.blocks(tile.ctas), 1, 1), WARPS * 32, (arguments,))
+
+    def make() -> Launch:
+        tile = WarpTile.of(plan.shape.dim)
+        kernel = _kernel(plan.shape, tile, torch.cuda.current_device())
+        return kernel.ready((plan.blocks(tile.ctas), 1, 1), WARPS * 32, (arguments,))
+
+    plan.ready("splits", make)()
     merge_splits(plan, arguments)

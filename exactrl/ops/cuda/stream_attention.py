@@ -17,7 +17,7 @@ from exactrl.ops.cuda.attention_host import page_map
 from exactrl.ops.cuda.attention_tiles import StreamTile
 from exactrl.ops.cuda.listed_splits import listed_plan, options_of, source_of
 from exactrl.ops.cuda.merge_splits import merge_splits
-from exactrl.ops.cuda.nvrtc import Kernel
+from exactrl.ops.cuda.nvrtc import Kernel, Launch
 
 if TYPE_CHECKING:
     from exactrl.ops.cuda.attention import AttentionRows
@@ -45,9 +45,17 @@ def attend_stream(
     sequences: np.ndarray,
 ) -> None:
     """AttentionImplementation.attend."""
-    plan, tile = listed_plan(q, k, rows, sequences), StreamTile.of(q.shape[-1])
-    arguments = plan.arguments(q, k, v, out, lse)
-    maps = (page_map(x, min(plan.shape.kv_block, plan.shape.page_size)) for x in (k, v))
-    kernel = _kernel(plan.shape, tile, torch.cuda.current_device())
-    kernel.launch((plan.blocks(tile.ctas), 1, 1), THREADS, (arguments, *maps), early=True)
+    plan = listed_plan(q, k, rows, sequences)
+    arguments, box = plan.arguments(q, k, v, out, lse), min(plan.shape.kv_block, plan.shape.page_size)
+    k_map, v_map = page_map(k, box), page_map(v, box)
+
+    def make() -> Launch:
+        tile = StreamTile.of(plan.shape.dim)
+        kernel = _kernel(plan.shape, tile, torch.cuda.current_device())
+        return kernel.ready((plan.blocks(tile.ctas), 1, 1), THREADS, (arguments, k_map, v_map), early=True)
+
+    launch = plan.ready("stream", make)
+    launch.replace(1, k_map)
+    launch.replace(2, v_map)
+    launch()
     merge_splits(plan, arguments, early=True)

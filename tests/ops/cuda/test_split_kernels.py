@@ -13,7 +13,7 @@ import ctypes
 import functools
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,31 @@ class HostKernel:
     def __init__(self, function: Any, seed: int, shared: int = 0) -> None:
         self.function, self.seed, self.shared = function, seed, shared
 
-    def launch(self, grid: tuple, threads: int, arguments: Any, early: bool = False) -> None:
-        values = [_argument(a) for a in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(_address(v) for v in values))
-        waits = self.function(grid[0], threads, self.shared, self.seed, pointers)
-        assert waits == grid[0] * threads or not early, "what is launched early waits, in every thread"
+    def launch(self, grid: tuple, threads: int, arguments: Any) -> None:
+        self.ready(grid, threads, arguments)()
+
+    def ready(self, grid: tuple, threads: int, arguments: Any, early: bool = False) -> HostLaunch:
+        return HostLaunch(self, grid[0], threads, [_argument(a) for a in arguments], early)
+
+
+@dataclass
+class HostLaunch:
+    """nvrtc.Launch."""
+
+    kernel: HostKernel
+    blocks: int
+    threads: int
+    values: list[Any]
+    early: bool
+
+    def replace(self, place: int, value: TensorMap) -> None:
+        assert isinstance(self.values[place], TensorMap)
+        self.values[place] = value
+
+    def __call__(self) -> None:
+        pointers = (ctypes.c_void_p * len(self.values))(*(_address(v) for v in self.values))
+        waits = self.kernel.function(self.blocks, self.threads, self.kernel.shared, self.kernel.seed, pointers)
+        assert waits == self.blocks * self.threads or not self.early, "what is launched early waits, in every thread"
 
 
 class Definition:
@@ -160,9 +180,10 @@ class OnHost:
     """attend_splits or attend_stream, whose launches run on the host, on `held` multiprocessors."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, tile: Tile, shape: AttentionShape, held: int) -> None:
-        self.patch, self.tile, self.shape = patch, tile, shape
         self.module = stream_attention if isinstance(tile, StreamTile) else split_attention
         self.compiled = library(self.module, self.module.source_options(shape, tile), folder)
+        self.kernel = HostKernel(self.compiled.attend_on_host, 0, tile.shared_bytes(shape.dim))
+        patch.setattr(self.module, "_kernel", lambda *_: self.kernel)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(type(tile), "of", lambda _: tile)
         patch.setattr(listed_splits, "_lister", lambda *_: HostKernel(self.compiled.list_on_host, 0))
@@ -179,8 +200,7 @@ class OnHost:
         return HostKernel(library(merge_splits, options, into).attend_on_host, 0)
 
     def __call__(self, seed: int, *arguments: Any) -> None:
-        kernel = HostKernel(self.compiled.attend_on_host, seed, self.tile.shared_bytes(self.shape.dim))
-        self.patch.setattr(self.module, "_kernel", lambda *_: kernel)
+        self.kernel.seed = seed
         (self.module.attend_stream if self.module is stream_attention else self.module.attend_splits)(*arguments)
 
 
@@ -209,11 +229,15 @@ def test_bits_are_those_of_the_definition(case, tmp_path: Path, monkeypatch: pyt
     asked = np.array([0, 1, 3, 4])
     others = np.repeat(np.isin(np.arange(len(counts)), asked, invert=True), counts)
     right[others], right_lse[:, others] = -7.0, -7.0
+    kept = []
     for seed in range(2):  # two layers of one step
         out, lse = torch.full_like(right, -7.0), torch.full_like(right_lse, -7.0)
-        kernel(seed, data.q[number], data.k_pages, data.v_pages, rows, out, lse, asked)
+        layer = [t.clone() for t in (data.q[number], data.k_pages, data.v_pages)]
+        kernel(seed, *layer, rows, out, lse, asked)
         assert torch.equal(out, right)
         assert torch.equal(lse, right_lse)
+        for t in layer:
+            kept.append(t.fill_(torch.nan))  # what a launch that was made ready for this layer would read
 
 
 @pytest.mark.parametrize("tile", [WarpTile(4, 1), StreamTile(4, 1)], ids=lambda tile: type(tile).__name__)
@@ -300,6 +324,7 @@ def test_what_is_offered_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_splits_than_some_for_each_multiprocessor_go_to_warps(last, taken, monkeypatch) -> None:
     calls = []
     monkeypatch.setattr(decode_attention, "multiprocessors", lambda _: 4)
+    monkeypatch.setattr(listed_splits.ListedPlan, "refresh", lambda _: None)
     monkeypatch.setattr(decode_attention, "attend_stream", lambda *_: calls.append("stream"))
     monkeypatch.setattr(decode_attention, "attend_splits", lambda *_: calls.append("splits"))
     count = decode_attention.FEW * 4 // 2  # of two kv heads
