@@ -41,7 +41,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if rest := -data.numel() % 8:
         data = torch.cat([data, data.new_zeros(rest)])
-    return data.view(torch.int64) if data.data_ptr() % 8 == 0 else data.clone().view(torch.int64)
+    aligned = data.data_ptr() % 8 == data.storage_offset() % 8 == 0  # nothing at all has the address 0
+    return (data if aligned else data.clone()).view(torch.int64)
 
 
 def _sums(words: torch.Tensor) -> torch.Tensor:

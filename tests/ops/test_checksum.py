@@ -57,3 +57,11 @@ def test_zeros_of_other_lengths_differ_only_with_their_sizes() -> None:
     """Padding is zeros: weights.digest_of adds name, dtype and shape."""
     assert checksum(torch.zeros(2)) == checksum(torch.zeros(2))
     assert checksum(torch.zeros(2)) != checksum(torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_of_views_at_any_offset_empty_ones_too(dtype: torch.dtype) -> None:
+    x = torch.arange(20).to(dtype)
+    for start in range(21):
+        for stop in (start, 20):
+            assert checksum(x[start:stop]) == checksum(x[start:stop].clone()), (start, stop)

@@ -1,8 +1,9 @@
 """y = x Wᵀ for few rows and long K in CUDA C++: the kernel of wgmma_matmul.cu, how it is cut, and where it is offered.
 
 One accumulator per output leaves only as many blocks as there are output tiles. What helps: output tiles that are no
-power of two, so that one wave of them fills the machine; loading no row of x that is not there; and, from about 130
-rows, where power bounds the clock, multiplying no such row either. Triton can do neither.
+power of two, so that one wave of them fills the machine; loading hardly a row of x that is not there; from about 130
+rows, where power bounds the clock, multiplying no such row either; and at few rows, where a product waits for the one
+before it longer than it needs to, long stages and weights that are on their way by then. Triton can do none of it.
 """
 
 from __future__ import annotations
@@ -161,8 +162,9 @@ def stages(cut: Cut, padded: int) -> int:
 def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int, cut: Cut) -> torch.Tensor:
     """x [M, K], w [N, K], inner stride 1, K a multiple of a stage's inputs -> [M, N].
 
-    In a CUDA graph the kernel starts early and, with one row tile, fetches the first of w while the kernels before it
-    still run: what is captured must not write weights. (Row tiles that share w would no longer read it together.)
+    In a CUDA graph the kernel starts early, with one row tile or two, and with one it fetches the first of w while the
+    kernels before it still run: what is captured must not write weights. (Row tiles that share w would no longer read
+    it together; three and more take up to a fifth longer when they start early, docs/log.md, 2026-11-30.)
     """
     (m, k), n = x.shape, w.shape[0]
     assert leaves == 1, leaves
@@ -174,10 +176,10 @@ def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, leaves: int
     x_map = nvrtc.tensor_map(x, (CHUNK, m, k // CHUNK), (1, x.stride(0), CHUNK), (CHUNK, copied, cut.chunks))
     w_map = nvrtc.tensor_map(w, (CHUNK, n, k // CHUNK), (1, w.stride(0), CHUNK), (CHUNK, cut.columns, cut.chunks))
     kernel = _kernel(cut, cut.wide(rows), "float" if out_dtype == torch.float32 else "bfloat16")
-    captured = torch.cuda.is_current_stream_capturing()
+    early = row_tiles <= 2 and torch.cuda.is_current_stream_capturing()
     sizes = (m, n, k // (CHUNK * cut.chunks), rows, copied, padded, row_tiles, stages(cut, padded))
     kernel.launch(
         (row_tiles * column_tiles, 1, 1), 128 * cut.warpgroups + 32,
-        [x_map, w_map, y, *sizes, int(captured and row_tiles == 1)], cluster=cut.tall, early=captured,
+        [x_map, w_map, y, *sizes, int(early and row_tiles == 1)], cluster=cut.tall, early=early,
     )  # fmt: skip
     return y
