@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from exactrl.contract import LinearShape
-from exactrl.ops.cuda import nvrtc
+from exactrl.ops.cuda import nvrtc, wgmma_matmul
 from exactrl.ops.cuda.wgmma_matmul import AT_ONCE, Cut, cuts, every_cut, fits, one_wave, source, stages, tiles
 
 SHAPES = [
@@ -122,6 +123,27 @@ def test_the_instruction_names_as_many_registers_as_a_thread_has_accumulators() 
         assert f"#define WIDE {wide}\n" in text
         assert f"#define SWAP {int(cut.swap)}\n" in text
         assert f"#define WARPGROUPS {cut.warpgroups}\n" in text
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256])
+def test_weights_are_fetched_early_in_graphs_only_and_by_single_row_tiles(m: int, capturing: bool, monkeypatch) -> None:
+    """Outside a graph a kernel under way may be writing them; row tiles that share weights had better stay together."""
+    launched = {}
+
+    class Kernel:
+        def launch(self, grid, threads, arguments, cluster, early) -> None:
+            launched.update(arguments=arguments, early=early)
+
+    monkeypatch.setattr(wgmma_matmul, "_kernel", lambda *of: Kernel())
+    monkeypatch.setattr(nvrtc, "tensor_map", lambda *of: of)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    x, w = torch.zeros(m, 512, dtype=torch.bfloat16), torch.zeros(2560, 512, dtype=torch.bfloat16)
+    y = wgmma_matmul.matmul(x, w, torch.bfloat16, 1, Cut(80, 2))
+    assert y.shape == (m, 2560)
+    (*_, settled), row_tiles = launched["arguments"], -(-m // 64)
+    assert launched["early"] is (capturing and row_tiles <= 2)
+    assert settled == int(capturing and row_tiles == 1)
 
 
 def test_without_a_gpu_none_is_offered() -> None:
