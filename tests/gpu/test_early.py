@@ -153,18 +153,19 @@ def weight_of(n: int, k: int) -> torch.Tensor:
 
 
 def products(inputs, pause: Pause) -> list[torch.Tensor]:
-    """A layer's products, each cut, between short kernels; a long one writes the first one's input late, and the
-    allocator hands the memory of inputs on as results."""
+    """A layer's products, each cut, between short kernels; a long one writes the first one's input late. Inputs change
+    from layer to layer, out of step with the memory that the allocator hands on, so that stale ones show."""
     large, _, w = inputs
     up, down = LinearShape(2 * WIDTH, WIDTH), LinearShape(WIDTH, WIDTH)
-    found = []
-    for rows in (1, 17, 64, 130, 250):
+    found, layer = [], itertools.count()
+    for rows in (1, 17, 64, 100, 128, 250):
         ups, downs = (
             [cut for cut in sorted(wgmma_matmul.cuts(s), key=str) if wgmma_matmul.fits(cut, s, rows)]
             for s in (up, down)
         )
-        for a, b in zip(ups, itertools.cycle(downs), strict=False):
-            x = slow(large[rows % 3], large[3], w)[-rows:]
+        count = max(len(ups), len(downs))
+        for a, b in itertools.islice(zip(itertools.cycle(ups), itertools.cycle(downs), strict=False), count):
+            x = slow(large[next(layer) % 3], large[3], w)[-rows:]
             pause()
             both = wgmma_matmul.matmul(x, weight_of(up.n, up.k), BF16, 1, a)
             pause()

@@ -75,8 +75,8 @@ class ListedPlan:
     most_keys: int
     pairs: int
     items: torch.Tensor
+    _arguments: Arguments
     launches: dict[str, Launch] = field(default_factory=dict, repr=False, compare=False)
-    _arguments: Arguments = field(default_factory=Arguments, repr=False, compare=False)
 
     def refresh(self) -> None:
         """After that of `splits`."""
@@ -102,12 +102,7 @@ class ListedPlan:
     ) -> Arguments:
         """One object, filled anew at every call. Row strides of q are even, those of k and v multiples of 8."""
         assert out.is_contiguous(), out.stride()
-        splits, a = self.splits, self._arguments
-        if not a.items:
-            a.items, a.total, a.partial, a.stats = (
-                t.data_ptr() for t in (self.items, splits.total, splits.partial, splits.stats)
-            )
-            a.held, a.scale = splits.held, scale_of(self.shape.dim)
+        a = self._arguments
         a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         a.lse, a.tokens = None if lse is None else lse.data_ptr(), len(q)
         a.stride_q, a.stride_k, a.stride_v = strides(q, k, v, self.shape.page_size)
@@ -127,7 +122,11 @@ def listed_plan(q: torch.Tensor, k: torch.Tensor, rows: AttentionRows, sequences
         most_keys = rows.most_keys[sequences]
         pairs = int((-(-most_keys // SPLIT)).sum()) * kv_heads
         shape = AttentionShape(heads, kv_heads, dim, page_size)
-        plan = ListedPlan(shape, splits, int(most_keys.max()), pairs, items)
+        arguments = Arguments(
+            items=items.data_ptr(), total=splits.total.data_ptr(), partial=splits.partial.data_ptr(),
+            stats=splits.stats.data_ptr(), held=splits.held, scale=scale_of(dim),
+        )  # fmt: skip
+        plan = ListedPlan(shape, splits, int(most_keys.max()), pairs, items, arguments)
         plan.refresh()
         rows.plans[key] = plan
     return rows.plans[key]

@@ -91,8 +91,9 @@ __device__ __forceinline__ void store(bfloat16 *y, float a) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y->bits) : "f"(a));
 }
 
-// `steps` = K / (64 CHUNKS); `rows` per tile of x, of which `x_rows` are copied; in shared memory `padded_rows`, a multiple of 8; `row_tiles` a multiple of
-// TALL; `stages` at most 64. `settled`: no kernel under way writes w, which is then copied before those are done.
+// `steps` = K / (64 CHUNKS); `rows` per tile of x, of which `x_rows` are copied; in shared memory `padded_rows`, a multiple
+// of 8; `row_tiles` a multiple of TALL; `stages` at most 64. `settled`: no kernel under way writes w, which is then copied
+// before those are done.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, 1)
 wgmma_matmul(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, TOut *y, int M,
              int N, int steps, int rows, int x_rows, int padded_rows, int row_tiles, int stages, int settled) {

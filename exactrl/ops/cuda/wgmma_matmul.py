@@ -52,9 +52,10 @@ class Cut:
         return max(_up(rows, 8), NARROWEST_SWAPPED) if self.swap else self.columns
 
     def padded(self, rows: int, row_tiles: int) -> int:
-        """Rows that a tile of `rows`, one of `row_tiles`, takes in shared memory; those that are not there are zeros.
-        Narrow tiles and single ones are bound by memory, not by power, and rather have more stages than all 64 rows
-        that are multiplied."""
+        """Rows that a tile of `rows`, one of `row_tiles`, takes in shared memory. Those that are not there are zeros,
+        or, where several chunks are copied at once, up to seven of the next tile, whose results nobody stores. Narrow
+        tiles and single ones are bound by memory, not by power, and rather have more stages than all 64 rows that are
+        multiplied."""
         if self.swap:
             return self.wide(rows)
         return TALL_SIDE if self.columns > NARROW and row_tiles > 1 else _up(rows, 8)

@@ -11,6 +11,7 @@ from tests.ops.cuda import interpreter  # isort: skip  # noqa: F401 - sets up Tr
 
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
@@ -298,6 +299,15 @@ def test_the_merge_of_splits(heads, kv_heads, dim, most, in_flight, tmp_path, mo
     merge_splits.merge_splits(plan, arguments)
     assert torch.equal(out, right)
     assert torch.equal(lse, right_lse)
+
+
+@pytest.mark.parametrize("name", ["stream_attention.cu", "merge_splits.cu"])
+def test_what_is_launched_early_reads_nothing_of_others_before_it_waits(name: str) -> None:
+    """Only its parameters, tensor maps among them, and its own shared memory."""
+    entry = listed_splits.source_of(name).rpartition('extern "C" __global__')[2]
+    before, after = entry[entry.index(") {") :].split("wait_for_kernels_before();")
+    assert not re.search(r"\ba\.|\*a\b|\(a\b|\b(merges|starts|lengths)\b|\battend\(|\bproduce\(", before), before
+    assert re.search(r"\ba\b", after)
 
 
 @pytest.mark.parametrize("dim", [dim for dim in HEAD_DIMS if dim >= 64])

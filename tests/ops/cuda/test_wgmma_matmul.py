@@ -63,14 +63,6 @@ def test_what_the_kernel_cannot_compute_is_not_offered(shape: LinearShape) -> No
     assert not cuts(shape)
 
 
-def test_chunks_copied_at_once_begin_where_the_swizzle_does() -> None:
-    for cut in every_cut():
-        for rows in range(1, 65):
-            for row_tiles in (1, 4):
-                assert cut.columns % 8 == 0
-                assert cut.chunks == 1 or cut.padded(rows, row_tiles) % 8 == 0
-
-
 def test_one_row_tile_has_stages_of_two_lengths() -> None:
     """Long ones where few rows wait for the chain of products, short ones where x fills much of a stage."""
     narrow = [cut for cut in cuts(LinearShape(2560, 9728)) if cut.columns == one_wave(2560, 1)]
@@ -125,25 +117,67 @@ def test_the_instruction_names_as_many_registers_as_a_thread_has_accumulators() 
         assert f"#define WARPGROUPS {cut.warpgroups}\n" in text
 
 
+class Launched:
+    """Stands in for the kernel and for tensor maps: what is launched, and the boxes it copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capturing: bool = False) -> None:
+        monkeypatch.setattr(wgmma_matmul, "_kernel", lambda *of: self)
+        monkeypatch.setattr(nvrtc, "tensor_map", lambda t, shape, strides, box: (shape, box))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    def launch(self, grid, threads, arguments, cluster, early) -> None:
+        self.x_map, self.w_map, _, *sizes, self.settled = arguments
+        names = ("m", "n", "steps", "rows", "x_rows", "padded_rows", "row_tiles", "stages")
+        self.sizes, self.early = dict(zip(names, sizes, strict=True)), early
+
+
+@pytest.mark.parametrize("shape", [LinearShape(2560, 1024), LinearShape(6144, 512), LinearShape(1024, 512)], ids=str)
+def test_a_stage_is_one_copy_of_each_and_begins_where_the_swizzle_does(shape: LinearShape, monkeypatch) -> None:
+    launched, tried = Launched(monkeypatch), 0
+    w = torch.zeros(shape.n, shape.k, dtype=torch.bfloat16)
+    for m in (1, 7, 64, 65, 130, 200, 256):
+        x = torch.zeros(m, shape.k, dtype=torch.bfloat16)
+        for cut in (cut for cut in cuts(shape) if fits(cut, shape, m)):
+            wgmma_matmul.matmul(x, w, torch.bfloat16, 1, cut)
+            sizes, (_, x_box), (_, w_box) = launched.sizes, launched.x_map, launched.w_map
+            assert x_box == (64, sizes["x_rows"], cut.chunks)
+            assert w_box == (64, cut.columns, cut.chunks)
+            assert sizes["steps"] * cut.chunks * 64 == shape.k
+            assert sizes["rows"] <= sizes["x_rows"] <= sizes["padded_rows"]
+            if cut.chunks > 1:  # the kernel finds chunk c of x at c times the padded rows, in whole groups of eight
+                assert sizes["x_rows"] == sizes["padded_rows"]
+                assert sizes["x_rows"] % 8 == cut.columns % 8 == 0
+            tried += 1
+    assert tried > 20
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256])
 def test_weights_are_fetched_early_in_graphs_only_and_by_single_row_tiles(m: int, capturing: bool, monkeypatch) -> None:
     """Outside a graph a kernel under way may be writing them; row tiles that share weights had better stay together."""
-    launched = {}
-
-    class Kernel:
-        def launch(self, grid, threads, arguments, cluster, early) -> None:
-            launched.update(arguments=arguments, early=early)
-
-    monkeypatch.setattr(wgmma_matmul, "_kernel", lambda *of: Kernel())
-    monkeypatch.setattr(nvrtc, "tensor_map", lambda *of: of)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    launched = Launched(monkeypatch, capturing)
     x, w = torch.zeros(m, 512, dtype=torch.bfloat16), torch.zeros(2560, 512, dtype=torch.bfloat16)
     y = wgmma_matmul.matmul(x, w, torch.bfloat16, 1, Cut(80, 2))
     assert y.shape == (m, 2560)
-    (*_, settled), row_tiles = launched["arguments"], -(-m // 64)
-    assert launched["early"] is (capturing and row_tiles <= 2)
-    assert settled == int(capturing and row_tiles == 1)
+    row_tiles = -(-m // 64)
+    assert launched.sizes["row_tiles"] == row_tiles
+    assert launched.early is (capturing and row_tiles <= 2)
+    assert launched.settled == int(capturing and row_tiles == 1)
+
+
+def test_only_weights_are_copied_before_the_kernels_before_are_done() -> None:
+    """Of the one thread that waits; the others write only after what it copies has come."""
+    text = source(Cut(24, 4), 24, "bfloat16")
+    loader, multipliers = text[text.index("if (warpgroup == WARPGROUPS)") :].split("} else {", 1)
+    before, after = loader.split("griddepcontrol.wait", 1)
+    assert "&x_map" not in before
+    assert "&w_map" in before
+    assert re.search(r"copy<false>\([^;]*&x_map", after)
+    start = text[text.index("wgmma_matmul(const") : text.index("if (warpgroup == WARPGROUPS)")]
+    assert set(re.findall(r"[xw]_map|\by\b", start.split(") {", 1)[1])) == {"x_map", "w_map"}
+    assert start.count("prefetch.tensormap") == 2
+    assert start.count("_map") == 2 + 2, "as parameters, and to have their descriptors fetched"
+    assert "wait(full" in multipliers.split("store(", 1)[0]
 
 
 def test_without_a_gpu_none_is_offered() -> None:
