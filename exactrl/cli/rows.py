@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 import numpy as np
@@ -129,11 +132,32 @@ def _names_what_is_open(out: Path) -> bool:
 
 
 @contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the process as an exception does, so that nothing half-written stays; ignored
+    ones stay ignored."""
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python sets no handlers
+        for number in (getattr(signal, name) for name in names):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
 def open_output(out: Path | None) -> Iterator[Callable[[str], object]]:
     """Gives a function that writes one line, to stdout or to a file that appears only when it is complete.
 
-    The file is written beside its target and renamed; on any error the target keeps what it had. Raises UsageError or
-    EnvironmentProblem, before any work, for a target that cannot be written.
+    The file is written beside its target and renamed; on any error, and on SIGTERM, the target keeps what it had.
+    Raises UsageError or EnvironmentProblem, before any work, for a target that cannot be written.
     """
     if out is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -151,7 +175,7 @@ def open_output(out: Path | None) -> Iterator[Callable[[str], object]]:
     except OSError as error:
         raise EnvironmentProblem(f"--out {out} cannot be written: {error.strerror}") from error
     try:
-        with stream:
+        with _ended_in_order(), stream:
             yield lambda line: stream.write(line + "\n") if whole else _write(line, stream)
             stream.flush()
         if whole:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import sys
+from pathlib import Path
 
 import torch
 
 from exactrl.errors import EnvironmentProblem
 from exactrl.model.qwen3 import Qwen3
 
+CONTAINER = Path("/sys/fs/cgroup")
+GROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+"""Of a control group, version 2 and 1: limit, use, counts, and the count of pages that only cache files."""
 KV_SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.85}
 """Of the memory that is free at start, where kv_tokens is 0. A GPU's rest is for activations and graphs: while a
 trainer works on the same GPU the cache sleeps."""
@@ -42,17 +49,26 @@ def block_bytes(model: Qwen3) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes: what is available, or half of what the machine has where the system does not say (macOS, Windows)."""
+    """Bytes that can be taken without swapping: pages that only cache files count, what a container does not allow
+    does not."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (ValueError, OSError, AttributeError):
-        return 4 << 30
+    import psutil  # where there is a GPU nobody needs it
+
+    return min(psutil.virtual_memory().available, left_in_container(CONTAINER))
+
+
+def left_in_container(folder: Path) -> int:
+    """Bytes below the limit of the control group at `folder`, cached files not counted; more than any machine has where
+    there is no limit."""
+    for limit, used, stat, cached in GROUP_FILES:
+        try:
+            counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
+            most, taken = (int((folder / name).read_text()) for name in (limit, used))  # "max" is no number
+            return most - taken + int(counts[cached])
+        except (OSError, ValueError, KeyError):
+            continue
+    return sys.maxsize
 
 
 def _require(size: int, kv_tokens: int, free: int, reserve_bytes: int, device: torch.device) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +193,26 @@ def test_failed_generation_keeps_the_old_file(run, launch, tmp_path):
     assert "logprob 0 is nan" in outcome.err
     assert out.read_text() == "old"
     assert os.listdir(tmp_path) == ["rows.jsonl"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_keeps_the_old_file_and_leaves_nothing_beside(number, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    code = (
+        "import sys, time; from pathlib import Path; from exactrl.cli.rows import open_output\n"
+        "with open_output(Path(sys.argv[1])) as write:\n"
+        "    write('new'); print('half', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout.readline() == b"half\n"
+    assert len(list(tmp_path.iterdir())) == 2
+    child.send_signal(number)
+    child.communicate(timeout=30)
+    assert child.returncode == (-number if number == signal.SIGINT else 128 + number)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert out.read_text() == "old\n"
 
 
 def test_out_that_cannot_be_written_stops_before_work(run, calls, tmp_path):
