@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from exactrl.errors import EnvironmentProblem, UsageError
+from exactrl.rl.interrupt import handling
 
 EXAMPLE = "Example: exactrl bench rollout --part ours --shape 0.6B; exactrl bench cpu --help"
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -53,12 +54,9 @@ def bench(
 def _run(command: list[str], env: dict[str, str]) -> int:
     """The benchmark ends by itself: a terminal's Ctrl-C reaches it, too, and SIGTERM is passed on."""
     process = subprocess.Popen(command, env=env)
-    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
-    try:
+    with handling([signal.SIGTERM], lambda number, _: process.send_signal(number)):
         while True:
             try:
                 return process.wait()
             except KeyboardInterrupt:
                 continue
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -7,9 +7,8 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -17,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from exactrl.errors import DataError, EnvironmentProblem, NonFiniteError, UsageError
+from exactrl.rl.interrupt import SIGNALS, handling
 from exactrl.rl.run_folder import logprob_bits
 from exactrl.tasks.files import Row, read_rows
 
@@ -131,21 +131,11 @@ def _names_what_is_open(out: Path) -> bool:
     return out.parts[:2] == ("/", "proc") or out.parts[1:3] in {("dev", "stdout"), ("dev", "stderr"), ("dev", "fd")}
 
 
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
+def _ended_in_order() -> AbstractContextManager[None]:
     """SIGTERM and a closed terminal end the process as an exception does, so that nothing half-written stays; ignored
-    ones stay ignored."""
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python sets no handlers
-        for number in (getattr(signal, name) for name in names):
-            if signal.getsignal(number) == signal.SIG_DFL:
-                before[number] = signal.signal(number, _exit)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    ones stay ignored, and what others handle stays theirs."""
+    ending = (number for number in SIGNALS if number != signal.SIGINT)  # Ctrl-C raises by itself
+    return handling([number for number in ending if signal.getsignal(number) == signal.SIG_DFL], _exit)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
